@@ -67,7 +67,6 @@ def save_by_transformers(folder: Path, config: Any, seed: int = 0) -> Any:
 
 
 def randomise(model: Any, seed: int = 0) -> None:
-    """Random values for all weights of a module, biases and norms too."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():

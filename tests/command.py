@@ -19,7 +19,6 @@ PROMPT = "the quick brown fox jumps over the lazy dog, and then over the moon"
 
 
 def begun(call: Callable[[], T]) -> Future[T]:
-    """Begin a call in another thread."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -59,7 +58,6 @@ class Process(subprocess.Popen[str]):
         super().__init__(line, text=True, **pipes | options)
 
     def line(self, pipe: str = "stdout") -> str:
-        """The next line of its output."""
         return within(getattr(self, pipe).readline)
 
     def wait(self, timeout: float | None = LIMIT) -> int:
@@ -80,14 +78,12 @@ def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
 
 
 def ran(*args: str | Path, stdin: bytes | str | None = None) -> Result:
-    """Run a command that must succeed."""
     result = run(*args, stdin=stdin)
     assert result.exit_code == 0, result.stderr
     return result
 
 
 def start(code: str, *args: str | Path, **options: Any) -> Process:
-    """Start Python with this code in a new process."""
     return Process([sys.executable, "-c", code, *args], **options)
 
 

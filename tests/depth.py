@@ -67,6 +67,5 @@ def pairs(*dimensions: Iterable[Any]) -> list[Any]:
 
 
 def _case(values: list[Any]) -> Any:
-    """Return a case of these values; `pytest.param` holds a value and its marks."""
     params = [value if isinstance(value, PARAM) else pytest.param(value) for value in values]
     return pytest.param(*(x for param in params for x in param.values), marks=[m for p in params for m in p.marks])

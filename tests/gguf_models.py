@@ -33,7 +33,6 @@ def save_gguf(path: Path, model: Any, types: Any = "F32", arch: str = "", **chan
 
 
 def as_saved(folder: Path) -> SimpleNamespace:
-    """Return the checkpoint of `save_tiny` as this module takes models."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     weights = load_file(folder / "model.safetensors")
@@ -119,7 +118,6 @@ def sizes(config: Any) -> dict[str, Any]:
 
 
 def vocabulary(folder: Path) -> dict[str, Any]:
-    """The metadata of the tokenizer in a folder, a byte-level BPE."""
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     return {

@@ -30,7 +30,6 @@ class Hub:
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
 
     def add(self, name: str, source: Path | Mapping[str, bytes]) -> None:
-        """Publish the files of a folder."""
         files = source if isinstance(source, Mapping) else {x.name: x.read_bytes() for x in source.iterdir()}
         self.models[name] = dict(files)
 
@@ -38,7 +37,6 @@ class Hub:
         return hashlib.sha1(json.dumps({k: v.hex() for k, v in sorted(self.models[name].items())}).encode()).hexdigest()
 
     def fetched(self) -> list[str]:
-        """The names of the files that were downloaded so far, in order."""
         return [
             path.split("/resolve/")[1].partition("/")[2]
             for how, path, _ in self.asked
@@ -108,7 +106,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving() -> Iterator[Hub]:
-    """Serve a hub on this machine, on any free port."""
     handler = type("Handler", (_Handler,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     hub = handler.hub = Hub(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]

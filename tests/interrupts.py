@@ -63,7 +63,6 @@ class Tracer:
 
 @cache
 def _names(code: CodeType) -> dict[int, str]:
-    """The instructions of a function by their offsets."""
     return {each.offset: each.opname for each in dis.get_instructions(code)}
 
 

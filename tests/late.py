@@ -88,5 +88,4 @@ def no_gpu(patch: pytest.MonkeyPatch, order: str = ORDERS[0], slab: int = 1) -> 
 
 
 def disks_of(tiers: TierStack) -> list[Disk]:
-    """The files below a stack's pools."""
     return [tier for tier in tiers if isinstance(tier, Disk)]

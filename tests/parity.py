@@ -47,8 +47,6 @@ class Kind:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint of one kind, as transformers saves it."""
-
     kind: Kind
     folder: Path
     ids: list[int]
@@ -77,7 +75,6 @@ def refusal(folder: Path, family: str, change: Mapping[str, Any]) -> str:
 
 
 def edited(folder: Path, to: Path, changes: Mapping[str, Any]) -> Path:
-    """A copy of a checkpoint with `changes` over its config.json."""
     shutil.copytree(folder, to)
     config = json.loads((to / "config.json").read_text())
     (to / "config.json").write_text(json.dumps(config | changes))

@@ -33,7 +33,6 @@ def as_knobs(text: str) -> dict[str, Any]:
 
 
 def by_block(name: str, knobs: Mapping[str, object]) -> bool:
-    """Whether other blocks give other outputs."""
     return name in BY_BLOCK or knobs.get("queries") == "page"
 
 
@@ -142,13 +141,11 @@ def rounded(x: Tensor, size: int) -> Tensor:
 
 
 def cut(n: int, block: int) -> list[int]:
-    """Blocks of one size that add up to `n`."""
     return [min(block, n - start) for start in range(0, n, block)]
 
 
 @contextmanager
 def threads(n: int) -> Iterator[None]:
-    """Compute with `n` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:

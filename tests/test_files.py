@@ -115,7 +115,6 @@ def test_too_long_a_name_is_refused_by_all_that_take_a_path(tmp_path: Path, name
 
 
 def special(folder: Path, kind: str) -> Path:
-    """Something that is no regular file."""
     path = folder / kind
     if kind == "folder":
         path.mkdir()

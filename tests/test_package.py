@@ -80,5 +80,4 @@ def test_what_a_script_imports_of_lce_exists(file: Path) -> None:
 
 
 def section(page: Path, title: str) -> str:
-    """The text below a heading of a page, up to the next one."""
     return page.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]

@@ -47,7 +47,6 @@ def write_json(folder: Path, name: str, content: object) -> None:
 
 
 def cut_by(regex: str) -> pre_tokenizers.PreTokenizer:
-    """A byte-level pre-tokenizer that cuts words by a regular expression."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(tokenizers.Regex(regex), "isolated"), byte_level])
 
@@ -113,7 +112,6 @@ def sentencepiece_model(vocab_size: int = 400, **changes: object) -> bytes:
 
 
 def byte_ids(raw: bytes) -> list[int]:
-    """The ids of single bytes in a vocabulary with byte fallback."""
     return [3 + byte for byte in raw]
 
 

@@ -218,9 +218,6 @@ def test_float64_works_and_its_log_sum_exp_is_float32() -> None:
     assert_same(part, routed_truth(q, turns, chosen, (k, v)))
 
 
-# Parts of one attention are one softmax again when they are merged
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)

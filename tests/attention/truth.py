@@ -76,7 +76,6 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turns_of(n_queries: int, n_slots: int, dtype: torch.dtype = torch.float32) -> Turn:
-    """Some turn for each slot of each query, `[T, K, D/2]`."""
     angles = random(n_queries, n_slots, 8, seed=6)
     return Turn(angles.cos().to(dtype), angles.sin().to(dtype))
 

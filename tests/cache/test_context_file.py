@@ -74,7 +74,6 @@ def append(cache: KVCache, stop: int, *, commit: bool = True, n_layers: int | No
 
 
 def check(cache: KVCache, n: int) -> None:
-    """The cache has `text(n)`, and what `append` kept of it."""
     assert cache.length == n
     k, size = text(n, cache.layout), cache.layout.chunk_size
     for layer in cache.layers:
@@ -99,7 +98,6 @@ def cache_of(n: int, layout: CacheLayout = LAYOUT) -> KVCache:
 
 
 def finish(draft: Draft, path: Path, cache: KVCache, n: int, **more: object) -> None:
-    """Complete a draft of `n` tokens, and put it in place."""
     facts = {"format": FORMAT, "file_id": draft.file_id, "lce": "", "identity": {}, "text": ""}
     numbers = {"capacity": n, "read": n, "announced": n, "pages": page_facts(cache.layout)}
     draft.finish(path, cache.tensors(), {**facts, **numbers, **more}, lambda _: None)
@@ -127,9 +125,6 @@ LAYOUTS = {"heads together": LAYOUT, "heads apart": APART, "bfloat16": replace(A
 PACKED = {f"{name}, 8 bits": replace(layout, kv_dtype="int8") for name, layout in LAYOUTS.items()}
 
 
-# Where everything is
-
-
 @pytest.mark.parametrize("layout", (LAYOUTS | PACKED).values(), ids=LAYOUTS | PACKED)
 def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path) -> None:
     cache = cache_of(N, layout)
@@ -151,7 +146,6 @@ def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path)
 
 
 def test_a_header_has_ample_space() -> None:
-    """For as many layers as there may be, with several entries each."""
     for n_layers in (1, 200):
         file = FileLayout(replace(LAYOUT, n_layers=n_layers), 10_000_000)
         names = [
@@ -159,9 +153,6 @@ def test_a_header_has_ample_space() -> None:
         ]
         small = {name: {"dtype": "BF16", "shape": [10**6] * 4, "data_offsets": [10**13] * 2} for name in names}
         assert len(json.dumps({**row_entries(file), **small})) < file.rows_start // 2
-
-
-# What is opened is what was saved
 
 
 @pytest.mark.parametrize(
@@ -190,9 +181,6 @@ def test_a_restored_cache_goes_on_like_the_original(called: str, n: int, budgete
     check(again(path, layout, n), n)
 
 
-# A file that is the cache's own bottom tier
-
-
 def into_file(folder: Path, n: int, layout: CacheLayout) -> tuple[KVCache, Draft]:
     draft = Draft.create(folder / "c.lce.part", FileLayout(layout, n))
     return KVCache.empty(layout, n, draft.rows), draft
@@ -217,7 +205,6 @@ def test_pages_in_its_own_file_are_written_once(
 
 
 def test_a_file_under_work_is_taken_up_again(tmp_path: Path) -> None:
-    """At the tokens that were read then; the rest goes to the same file."""
     layout = replace(LAYOUT, budgets=Budgets(host=Limits(LAYOUT).least_budget))
     cache, draft = into_file(tmp_path, N, layout)
     append(cache, 50)
@@ -253,9 +240,6 @@ def test_every_layer_is_written_where_an_interrupted_pass_moved_some_of_them(n_l
         check(again(tmp_path / "c.lce", n=n), n)
 
 
-# A file under work
-
-
 def test_a_checkpoint_writes_new_rows_alone(tmp_path: Path) -> None:
     cache, draft = KVCache.empty(LAYOUT), Draft.create(tmp_path / "draft", FileLayout(LAYOUT, N))
     append(cache, 50)
@@ -285,9 +269,6 @@ def test_a_disk_without_the_space_leaves_no_file(tmp_path: Path, monkeypatch: py
         Draft.create(tmp_path / "draft", FileLayout(LAYOUT, N))
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-# What is refused
 
 
 @pytest.fixture

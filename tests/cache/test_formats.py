@@ -21,7 +21,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def pages(n: int, format: KVFormat = INT8, seed: int = 0, spread: float = 2.0) -> tuple[Tensor, Tensor]:
-    """Keys and values `[n, P, L, D]`; magnitudes of channels and tokens differ."""
     random = torch.Generator().manual_seed(seed)
     shape = (2, n, format.heads, SIZE, format.stored_dim)
     x = torch.randn(shape, generator=random) * torch.randn(shape[-1], generator=random).mul(spread).exp()

@@ -124,13 +124,9 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(held(cache.layers[1], "k"), torch.cat((rows(13, 1), rows(4, 71)), dim=1))
 
 
-# Going back
-
-
 @given(data=st.data(), tiered=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_a_truncated_cache_is_as_if_no_more_had_been_read(data: st.DataObject, tiered: bool) -> None:
-    """Whatever was read between, to wherever its pages went, and again."""
     with TemporaryDirectory() as folder:
         cache, k, start = KVCache.empty(tight(Path(folder)) if tiered else SMALL), text(0), 0
         for seed in range(data.draw(st.integers(1, 4))):
@@ -149,7 +145,6 @@ def other(seed: int, n: int) -> Tensor:
 
 
 def append_text(cache: KVCache, k: Tensor, start: int) -> None:
-    """Append `k [layers, G, N, D]` from token `start` on, in blocks of 10."""
     n = k.shape[2]
     for at in range(start, n, 10):
         cache.reserve(min(at + 10, n))
@@ -209,9 +204,6 @@ def test_a_commit_that_was_interrupted_is_completed_by_whatever_comes_next(monke
         assert [layer.stop for layer in cache.layers] == [13, 13, 13]
 
 
-# Tiles
-
-
 def check_tiles(layer: LayerCache, chosen: Tensor, k: Tensor) -> None:
     """Every choice `[H, T, K]` is in exactly one round, with the numbers of `k [G, N, D]`."""
     size, seen = layer.layout.chunk_size, torch.zeros(chosen.shape, dtype=torch.int64)
@@ -230,7 +222,6 @@ def check_tiles(layer: LayerCache, chosen: Tensor, k: Tensor) -> None:
 @given(data=st.data(), apart=st.booleans(), tiered=st.booleans(), chunks=st.integers(0, 5))
 @settings(max_examples=40, deadline=None)
 def test_tiles_are_the_chunks_they_stand_for(data: st.DataObject, apart: bool, tiered: bool, chunks: int) -> None:
-    """In the buffer, in slots, or both; for 4 query heads over 2, of which some choose nothing."""
     with TemporaryDirectory() as folder:
         layout = replace(SMALL, access=AccessPattern(8, 3, 9, apart))
         layout = tight(Path(folder), layout, chunks) if tiered else layout
@@ -250,9 +241,6 @@ def test_tiles_are_the_chunks_they_stand_for(data: st.DataObject, apart: bool, t
                 max_size=shape[0] * shape[1] * shape[2],
             )
             check_tiles(layer, torch.tensor(data.draw(numbers)).view(shape), k)
-
-
-# Residency
 
 
 def filled(cache: KVCache, n: int, start: int = 0) -> None:
@@ -285,7 +273,6 @@ def test_a_cache_that_outgrows_its_budget_becomes_tiered(tmp_path: Path) -> None
 
 
 def opened(folder: Path, layout: CacheLayout, n: int) -> KVCache:
-    """A context of `text(n)`, saved and opened with another layout."""
     cache = KVCache.empty(SMALL)
     filled(cache, n)
     draft = Draft.create(folder / "draft", FileLayout(SMALL, n))

@@ -47,7 +47,6 @@ def text(n: int, layout: CacheLayout) -> Tensor:
 
 
 def read(cache: KVCache, keys: Tensor, start: int, stop: int) -> None:
-    """A pass: reserve, write, look at every chunk and at some tokens, commit."""
     size, n_heads = cache.layout.chunk_size, cache.layout.n_kv_heads
     cache.reserve(stop)
     for layer, k in zip(cache.layers, keys, strict=True):
@@ -65,9 +64,6 @@ def in_memory(cache: KVCache) -> int:
     """Bytes of keys and values in the first memory, whether or not in use."""
     buffers = sum(layer.buffer.k.nbytes + layer.buffer.v.nbytes for layer in cache.layers)
     return buffers + sum(stack.top.n_bytes for stack in cache.stacks)
-
-
-# Sizes
 
 
 def test_sizes_of_8_bits_on_the_device() -> None:
@@ -105,9 +101,6 @@ def test_spans_are_cut_at_whole_chunks() -> None:
     assert list(layer.segments(5, 60)) == [(5, 24), (24, 48), (48, 60)]
     assert list(layer.segments(24, 48)) == [(24, 48)]
     assert list(layer.segments(7, 7)) == []
-
-
-# Budgets
 
 
 @given(
@@ -194,9 +187,6 @@ def test_the_space_that_was_reserved_is_enough(
         assert torch.equal(layer.span(0, 200)[0], k)
 
 
-# The tiers beside a GPU, without one
-
-
 @pytest.fixture
 def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     no_gpu(monkeypatch)
@@ -249,8 +239,6 @@ def test_slabs_of_the_host_are_powers_of_two_within_the_budget(
 
 
 # Plans: what is needed is what is held
-
-
 @pytest.mark.parametrize(
     ("n", "apart", "kv_dtype"), pairs([7, 100, 231, 300], [False, True], ["auto", "int8"]), ids=str
 )
@@ -329,7 +317,6 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.covering
 def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int) -> None:
-    """At every length at least, and at the end closely, what its states hold."""
     method = make(name, METHODS[name]).resolve(32)
     q, k, v = vectors(0, 4, 2, 200, 16)
     layout = CacheLayout(

@@ -155,7 +155,6 @@ def test_every_entry_is_of_its_kind(name: str, value: object) -> None:
 
 
 # The small tensors: each is what a context may have there, before a byte of it is read.
-
 N = 21  # tokens; a chunk has 8
 
 

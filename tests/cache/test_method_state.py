@@ -24,9 +24,6 @@ def copied(state: MethodState, n_tokens: int) -> Held:
     return None if tensor is None else tensor.clone(), number
 
 
-# The open chunk
-
-
 @given(
     size=st.integers(1, 9),
     passes=st.lists(
@@ -95,9 +92,6 @@ def test_the_row_of_a_token_whose_index_the_device_knows() -> None:
     summaries.write(counted(5), 0)
     assert summaries.allocated(9).shape == (2, 9, 3)
     assert summaries.allocated(999).shape == (2, 16, 3)
-
-
-# Going back
 
 
 @given(data=st.data())

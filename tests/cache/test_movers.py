@@ -93,7 +93,6 @@ def test_memory_of_a_gpu() -> None:
 
 
 # Whole methods over a device whose copies are late.
-
 WINDOW = 32
 METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "longheads": ("longheads", {"chunk_size": 4, "chunks": 6}),
@@ -107,7 +106,6 @@ METHODS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def layout_for(method: Method, text: tuple[Tensor, ...], block: int) -> CacheLayout:
-    """Of several layers; chunks of four tokens where the method does not say, and texts read 24 tokens at a time."""
     n_layers, n_heads, _, dim = text[0].shape
     access = method.access
     if access.chunk_size == AccessPattern().chunk_size:
@@ -219,7 +217,6 @@ def test_a_method_finds_more_of_what_was_prefetched(
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_pages_leave_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
-    """Copied to the host while the GPU was busy, they come back with their numbers; evictions copy nothing."""
     monkeypatch.setattr("lce.cache.pool.SLAB", 1 << 18)
     tiers, text = tiers_on_a_gpu(kv_dtype)
     monkeypatch.delattr("lce.cache.pool.Pool._hand_down")
@@ -288,7 +285,6 @@ def tiers_on_a_gpu(kv_dtype: str = "auto") -> tuple[TierStack, Tensor]:
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 @pytest.mark.parametrize("below", [0, 3, None])
 def test_a_gpu_finds_every_page_again(tmp_path: Path, below: int | None) -> None:
-    """Copies on a stream of their own, while the model's stream is busy, are there when they are used."""
     access = AccessPattern(16, sinks=16, local=16, per_head=True)
     layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), access, block=64)
     chunk = layout.token_bytes * layout.chunk_size

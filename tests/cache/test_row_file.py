@@ -26,7 +26,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def format_of(dtype: torch.dtype = torch.float32) -> KVFormat:
-    """A format whose rows are of the shape `ROW`."""
     return KVFormat(ROW[1], 1, ROW[2], dtype)
 
 
@@ -39,14 +38,12 @@ def put(file: RowFile, first: int, rows: Tensor) -> None:
 
 
 def add(file: RowFile, rows: Tensor) -> int:
-    """Write rows behind those that exist; return the first one's number."""
     (first,) = file.allocate_pages(np.zeros(1, np.int64), np.zeros(1, np.int64), len(rows))
     put(file, first, rows)
     return first
 
 
 def spill(folder: Path, n: int = 0, dtype: torch.dtype = torch.float32) -> SpillFile:
-    """A spill file with rows `some(n)`."""
     file = SpillFile(folder, format_of(dtype))
     add(file, some(n, dtype=dtype))
     return file
@@ -58,7 +55,6 @@ def everything(file: RowFile) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file grows, and is read, a few rows at a time."""
     monkeypatch.setattr(row_file, "GROWTH", 100)
     monkeypatch.setattr(row_file, "PER_CALL", 200)
     monkeypatch.setattr(row_file, "GAP", 100)
@@ -91,7 +87,6 @@ def test_what_is_written_is_read_in_any_order(data: st.DataObject, dtype: torch.
 @given(data=st.data(), size=st.integers(1, 5), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=80, deadline=None)
 def test_pages_are_the_rows_one_after_the_other(data: st.DataObject, size: int, dtype: torch.dtype) -> None:
-    """In any order, apart or side by side, a few or more than there are threads, with and without checks."""
     with TemporaryDirectory() as folder:
         file = checked(Path(folder) / "file", 60, dtype=dtype) if data.draw(st.booleans()) else None
         file = file or spill(Path(folder), 60, dtype)
@@ -153,8 +148,6 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, what: str, monkeypatch: py
 
 
 # Faults: what the disk refuses is an error, and what was there before it stays.
-
-
 def failing(number: int) -> Mock:
     return Mock(side_effect=OSError(number, os.strerror(number)))
 
@@ -279,12 +272,10 @@ def test_where_there_is_no_space_to_spare_what_is_needed_is_taken(
 
 
 # Rows with checks: what was altered since it was written is found when it is read.
-
 BEFORE = 24  # bytes before the first row
 
 
 def checked(path: Path, n: int, *, writable: bool = False, dtype: torch.dtype = torch.float32) -> RowFile:
-    """A file at `path` of rows `some(n)`, as it is opened again."""
     checks = Checks()
     path.write_bytes(bytes(BEFORE + some(n, dtype=dtype).nbytes))
     made = RowFile(os.open(path, os.O_RDWR), "it", format_of(dtype), checks, start=BEFORE, n_rows=n)
@@ -299,7 +290,6 @@ def checked(path: Path, n: int, *, writable: bool = False, dtype: torch.dtype = 
 )
 @settings(max_examples=100, deadline=None)
 def test_an_altered_byte_is_found(row: int, byte: int, change: int, late: bool, write: bool) -> None:
-    """Whether the file was read before it was altered or not; and the rows beside it are read still."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         file = checked(path, 10, writable=write)
@@ -352,7 +342,6 @@ def test_a_program_may_end_with_an_open_file(tmp_path: Path) -> None:
 
 
 # Checks: in memory and in a file they are what was put there, and a damaged row has another one.
-
 START, N_CHECKS = 10, 50  # bytes before the checks of a file, and how many there are
 
 
@@ -367,7 +356,6 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
 
 
 def test_what_is_put_goes_to_the_file(descriptor: int) -> None:
-    """Whether its block was read before or not; and another reader finds it there."""
     checks = Checks(descriptor, "it", START, N_CHECKS)
     assert checks.of(np.array([3, 40])).tolist() == [1003, 1040]
     rows = np.array([2, 3, 4, 20, 48, 49])

@@ -93,7 +93,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(pair=caches, ids=st.lists(st.integers(0, 99), min_size=1, max_size=9))
     def interrupt(self, pair: list[KVCache], ids: list[int]) -> None:
-        """Read on, and go back to a mark."""
         for cache in pair:
             mark = cache.mark()
             read(cache, ids)
@@ -153,7 +152,6 @@ def test_forks_add_what_they_append() -> None:
 
 
 def test_a_process_that_is_forked_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child process writes where its parent does not see it, and the parent where the child does not."""
     cache = KVCache.empty(LAYOUT)
     read(cache, [1] * 30)
     fork = cache.fork()
@@ -184,8 +182,6 @@ def test_where_memory_cannot_be_shared_it_is_copied(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_fork_that_is_interrupted_changes_nothing() -> None:
-    """At every place in it, the move to shared memory included."""
-
     def use(cache: KVCache) -> None:
         fork = cache.fork()
         read(cache, [3] * 5)

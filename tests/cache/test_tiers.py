@@ -39,7 +39,6 @@ TIERS = ("memory", "memory, file", "device, host", "device, host, file", "device
 
 
 def layout_of(heads: int = 1, *, pinned: int = 0) -> CacheLayout:
-    """Pages of so many heads; the first chunks stay on the device."""
     access = AccessPattern(SIZE, sinks=pinned * SIZE, per_head=heads == 1)
     return CacheLayout(N_LAYERS, N_HEADS, N_HEADS, DIM, torch.float32, CPU, access)
 
@@ -74,11 +73,7 @@ def stack(layout: CacheLayout, file: RowFile | None) -> TierStack:
 
 
 def disk_of(tiers: TierStack) -> Traffic:
-    """What went through the files of a stack."""
     return disks_of(tiers)[0].traffic if disks_of(tiers) else Traffic()
-
-
-# Stacks
 
 
 class Branch:
@@ -350,15 +345,12 @@ TestAnyOrder = AnyOrder.TestCase
 
 
 # One thing at a time.
-
-
 @pytest.fixture(autouse=True)
 def _late_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     no_gpu(monkeypatch)
 
 
 def branch_of(folder: Path, tiers: str, n: int, *, limit: int = 4, below: int = UNBOUNDED, pinned: int = 0) -> Branch:
-    """A stack with `n` chunks in every layer, whole chunks to a page."""
     layout = tiers_of(tiers, heads=N_HEADS, limit=limit, below=below, pinned=pinned)
     branch = Branch(stack(layout, file_for(tiers, layout, folder)))
     for layer in range(N_LAYERS):
@@ -391,7 +383,6 @@ def file_of(branch: Branch) -> RowFile:
 )
 @settings(max_examples=60, deadline=None)
 def test_a_pool_holds_what_was_used_last(limit: int, steps: list[list[tuple[int, int]]]) -> None:
-    """Against a dictionary of when each page was used."""
     with TemporaryDirectory() as folder:
         layout = tiers_of("memory, file", limit=limit)
         tiers, used = stack(layout, file_for("memory, file", layout, Path(folder))), dict[tuple[int, int], int]()
@@ -418,7 +409,6 @@ def test_a_pool_holds_what_was_used_last(limit: int, steps: list[list[tuple[int,
 
 
 def test_a_request_beyond_the_pool_evicts_little(tmp_path: Path) -> None:
-    """Missing pages cycle through a quarter of the slots."""
     branch = branch_of(tmp_path, "memory, file", 40, limit=16)
     branch.rounds(0, wanted(branch, 0, *range(16)))
     branch.rounds(0, wanted(branch, 0, *range(40)))
@@ -467,7 +457,6 @@ def fail(error: Exception) -> Tensor:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_pages_leave_a_device_without_a_copy(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each was copied to the host when it came; the host has each once."""
     branch = Branch(stack(tiers_of("device, host", limit=6, kv_dtype=kv_dtype), None))
     monkeypatch.setattr(Pool, "_hand_down", lambda *_: fail(AssertionError("a copy")))
     for seed in range(6):
@@ -518,9 +507,6 @@ def test_a_fork_above_a_file_that_takes_no_pages_gets_copies_of_what_is_new(tmp_
     assert disk_of(fork.tiers).bytes_in == 0
 
 
-# The page table of a device
-
-
 def test_a_page_table_on_the_device_is_that_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, mover, random = layout_of(), Late(), np.random.default_rng(0)
     table, uploads = PageIndex(layout, mover), []
@@ -541,8 +527,6 @@ def test_a_page_table_on_the_device_is_that_on_the_host(monkeypatch: pytest.Monk
 
 
 # A disk that refuses the k-th request and those after it until it works again, for every k.
-
-
 CALLS = {"pwrite": errno.EIO, "posix_fallocate": errno.ENOSPC}
 
 
@@ -586,9 +570,6 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
                 assert torch.equal(values, -keys)
         k += 1
     assert k > 1
-
-
-# Ctrl-C
 
 
 FILES = ("tiers.py", "pool.py", "disk.py", "tier.py", "movers.py")
@@ -667,7 +648,6 @@ class Shelf(Tier):
 
 
 def test_a_tier_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layout, chain and counts read what they need of it."""
     monkeypatch.setattr("lce.cache.limits.kinds", lambda: (Shelf,))
     plain = layout_of(pinned=1)
     layout = replace(plain, budgets=Budgets(host=Limits(plain).least_budget + 3 * plain.page_bytes))

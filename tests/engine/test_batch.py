@@ -321,9 +321,6 @@ def test_another_engines_context_is_refused(batch: Batch, tiny_model: Path) -> N
         finish(batch.stream([5], context=closed))
 
 
-# Ends
-
-
 def test_a_request_is_cancelled_at_any_moment(batch: Batch) -> None:
     busy = [batch.stream(tokens(40, seed=i), max_tokens=300) for i in range(8)]
     waiting = batch.stream(tokens(50), max_tokens=5)
@@ -399,8 +396,6 @@ def test_several_tasks_and_threads_may_read_one_stream(batch: Batch) -> None:
 
 
 class Raising:
-    """A constraint that raises at its n-th call."""
-
     def __init__(self, error: BaseException, n: int, at: str = "apply") -> None:
         self.error, self.n, self.at = error, n, at
 
@@ -419,7 +414,6 @@ class Raising:
 
 
 def raising(error: BaseException, n: int = 1) -> Callable[..., object]:
-    """A callback that raises at its n-th call."""
     constraint = Raising(error, n)
     return lambda *args: constraint._count("apply")
 
@@ -470,7 +464,6 @@ def test_a_request_that_can_never_fit_fails_alone(tmp_path: Path, tiny_model: Pa
 
 
 def test_a_prompt_that_waits_for_memory_is_not_overtaken(full: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small prompts that come later begin after it, however many there are."""
     free, new_context, begun = threading.Event(), scheduler.new_context, list[int]()
 
     def limited(setup: lce.Setup, length: Any = None) -> lce.Context:
@@ -590,9 +583,6 @@ def test_an_interpreter_may_end_without_close(n: int, tiny_model: Path, tmp_path
             assert (process.wait(), err) == (0, "")
 
 
-# Threads
-
-
 def test_many_threads_ask_at_once(full: lce.Engine) -> None:
     found: dict[int, Any] = {}
     methods = ["full", "streaming", "dca", "longheads"]
@@ -646,9 +636,6 @@ def test_memory_stays_level(full: lce.Engine) -> None:
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-# Files of the cache that are damaged
 
 
 def test_a_kept_file_with_damaged_rows_is_read_anew(tiny_model: Path, tmp_path: Path, capfd: Any) -> None:

@@ -71,7 +71,6 @@ def engine(load: Callable[..., lce.Engine]) -> lce.Engine:
 
 
 def read_and_said(conversation: Conversation, reply: lce.Generation) -> tuple[list[int], list[int]]:
-    """The context's tokens before and of the last answer."""
     ids = conversation.context.token_ids
     n = len(reply.token_ids)
     return ids[: len(ids) - n], ids[len(ids) - n :]
@@ -292,9 +291,6 @@ def test_what_is_refused(engine: lce.Engine, tiny_model: Path) -> None:
             call()
     assert conversation.messages == []
     conversation.ask("Hi", max_tokens=2)
-
-
-# Ctrl-C
 
 
 def begun(engine: lce.Engine) -> Conversation:

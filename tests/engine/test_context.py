@@ -104,16 +104,11 @@ def test_a_fingerprint_is_read_when_needed(tiny_model: Path, tmp_path: Path, mon
     assert engine.setup.fingerprint == fingerprint(calls[0])
 
 
-# Failures
-
-
 class Interrupted(Exception):
     pass
 
 
 class Fuse:
-    """Burns through at the k-th call."""
-
     def __init__(self) -> None:
         self.left = -1
 
@@ -216,7 +211,6 @@ def test_a_question_that_fails_takes_no_word_of_the_last_answer_along(fragile: l
 
 
 def test_a_failure_while_writing_loses_no_token(fragile: lce.Engine) -> None:
-    """Nine tokens are read one by one through two layers; whichever fails, the answer can be continued."""
     start = tokens(45)
     answer = fragile.generate([], max_tokens=10, context=fragile.prefill(start)).token_ids
     for call in range(1, 19):
@@ -233,7 +227,6 @@ def test_a_failure_while_writing_loses_no_token(fragile: lce.Engine) -> None:
 
 
 def test_generate_that_fails_says_nothing(fragile: lce.Engine) -> None:
-    """Whichever layer of whichever token fails: `generate` gave no answer, so there is none in the context."""
     start, question = tokens(45), tokens(9, seed=1)
     context = fragile.prefill(start)
     before = contents(context)
@@ -285,9 +278,6 @@ def test_an_interruption_between_two_commits_is_undone(engine: lce.Engine, monke
         assert context.token_ids == start
         engine.prefill(rest, context=context)
         assert_same(context, contents(truth))
-
-
-# Going back, closing, copying
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,11 @@ def engine(tiny_model: Path) -> lce.Engine:
 
 @pytest.fixture
 def kept(engine: lce.Engine) -> lce.Context:
-    """A context of 150 tokens, of which each head has 75."""
     return engine.evict(engine.prefill(DOCUMENT), 0.5)
 
 
 @pytest.fixture(scope="module")
 def peer(tiny_model: Path) -> Any:
-    """The model in transformers, in float64."""
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64, attn_implementation="eager")
 
 
@@ -75,7 +73,6 @@ def plain(peer: Any, ids: Sequence[int], masks: Sequence[Tensor] = ()) -> tuple[
 
 
 def plain_peaks(peer: Any, engine: lce.Engine) -> list[Tensor]:
-    """Return the scores of the document's keys `[G, N]` for each layer, by the definition."""
     peaks = [torch.zeros(2, N, dtype=torch.float64) for _ in range(2)]
     first, later = (engine.tokenizer.encode(x, bos=False) for x in (eviction.FIRST, eviction.LATER))
     for start in range(0, N, 64):
@@ -109,9 +106,6 @@ def scored(engine: lce.Engine, context: lce.Context) -> list[Tensor]:
 
 def rows_of(engine: lce.Engine, n_rows: int = N // 2) -> list[Tensor]:
     return [best_rows(peaks, n_rows) for peaks in scored(engine, engine.prefill(DOCUMENT))]
-
-
-# The definition
 
 
 @pytest.mark.parametrize("block", [512, BLOCK, 7])
@@ -174,15 +168,11 @@ def test_recorded_decode_steps_agree(tiny_model: Path) -> None:
     assert said[0] == said[1]
 
 
-# Contexts and files
-
-
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int8-device"])
 @pytest.mark.parametrize("budget", [False, True])
 def test_saving_opening_and_going_on_equals_never_having_stopped(
     budget: bool, kv_dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """To the bit, whatever the budget and the format."""
     straight = load(tiny_model, kv_dtype=kv_dtype)
     least = {"kv_host_budget": Limits(straight.setup.layout).least_budget, "spill_dir": tmp_path} if budget else {}
     engine, document, path = load(tiny_model, kv_dtype=kv_dtype, **least), tokens(900), tmp_path / "a.lce"
@@ -268,9 +258,6 @@ def test_tokens_that_are_not_read_yet_are_read_first(engine: lce.Engine) -> None
     assert kept.token_ids == context.token_ids
     assert kept.cache.n_tokens == len(kept)
     assert kept.logits is not None
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("keep", [0, -0.5, 1.5, math.nan, "half", True, None])

@@ -140,7 +140,6 @@ with engine.batch(cache_dir=folder, cache_budget=budget) as batch:
 
 
 def child(folder: Path, model: Path, budget: int, texts: list[list[int]]) -> Process:
-    """A process that answers these texts over and over."""
     process = start(_CHILD, stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(json.dumps([str(folder), str(model), budget, texts]))
@@ -167,7 +166,6 @@ def ways(engine: lce.Engine, ids: list[int]) -> set[str]:
 @pytest.mark.parametrize("n", [2, KILLS])
 @pytest.mark.timeout(1500)
 def test_a_process_that_is_killed_leaves_no_wrong_token_and_no_waste(n: int, tmp_path: Path) -> None:
-    """The process is killed at random times while it saves. Each time another one goes on with its files."""
     (tmp_path / "model").mkdir()
     model, rng = save_tiny(tmp_path / "model"), random.Random(n)
     engine = lce.load(model, "longheads", block=BLOCK)
@@ -195,7 +193,6 @@ def test_a_process_that_is_killed_leaves_no_wrong_token_and_no_waste(n: int, tmp
 
 @pytest.mark.slow
 def test_processes_share_a_folder_while_some_are_killed(tmp_path: Path) -> None:
-    """One process goes on while others are killed beside it. None gets a wrong token, and each text keeps a file."""
     (tmp_path / "model").mkdir()
     model, rng = save_tiny(tmp_path / "model"), random.Random(0)
     engine = lce.load(model, "longheads", block=BLOCK)
@@ -217,9 +214,6 @@ def test_processes_share_a_folder_while_some_are_killed(tmp_path: Path) -> None:
     assert {path.stem for path in folder.rglob("*.lce")} <= {path.stem for path in folder.rglob("*.ids")}
 
 
-# Files that are damaged or strange in other ways, folders that change, and saves that fail
-
-
 @pytest.fixture(scope="module")
 def full(tiny_model: Path) -> lce.Engine:
     return lce.load(tiny_model, block=BLOCK)
@@ -230,13 +224,11 @@ TEXT = tokens(200)
 
 @pytest.fixture(scope="module")
 def truth(full: lce.Engine) -> list[int]:
-    """The answer to TEXT and one more token."""
     return full.generate([*TEXT, 5], max_tokens=6).token_ids
 
 
 @pytest.fixture
 def folder(full: lce.Engine, tmp_path: Path) -> Path:
-    """A folder of kept contexts, with that of TEXT."""
     asked(full, tmp_path, TEXT)
     assert len(listed(tmp_path)) == 1
     return tmp_path
@@ -267,9 +259,6 @@ def test_a_conversation_leaves_one_file(full: lce.Engine, tmp_path: Path) -> Non
             ids = [*ids, *result.token_ids, *tokens(9, seed=turn)]
     assert len(listed(tmp_path)) == len(listed(tmp_path, "ids")) == 1
     assert len(listed(tmp_path)[0].with_suffix(".ids").read_bytes()) == 4 * (len(ids) - 9)
-
-
-# Files that are damaged or of another kind
 
 
 DAMAGES: dict[str, Any] = {
@@ -307,7 +296,6 @@ def test_a_damaged_file_is_a_miss(
 
 
 def test_a_flipped_bit_never_changes_a_token(full: lce.Engine, folder: Path, truth: list[int]) -> None:
-    """A damaged file is read anew, whatever byte is wrong."""
     (path,) = listed(folder)
     raw, ids = path.read_bytes(), path.with_suffix(".ids").read_bytes()
     generator = random.Random(1)
@@ -337,7 +325,6 @@ def test_hundreds_of_damaged_files_are_one_miss(full: lce.Engine, folder: Path, 
 
 
 def test_what_is_not_the_caches_stays(full: lce.Engine, tmp_path: Path) -> None:
-    """The folder may be one that has other folders."""
     (tmp_path / "mine").mkdir()
     own = [tmp_path / "mine" / name for name in (".draft.tmp", "a.ids", "a.lce", "b.ids", ".a.lce.1-2.tmp")]
     for path in own:
@@ -358,9 +345,6 @@ def test_a_folder_that_vanishes_is_made_again(full: lce.Engine, tmp_path: Path) 
         place.rmdir()
         assert within(batch.stream([*TEXT, 5], max_tokens=6).finish).token_ids
         until(lambda: listed(place))
-
-
-# Budgets
 
 
 def taken(folder: Path) -> int:
@@ -409,9 +393,6 @@ def test_two_caches_use_one_folder(full: lce.Engine, tmp_path: Path) -> None:
             assert found.token_ids == full.generate([*text, 6], max_tokens=4).token_ids
 
 
-# Faults
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("ours")], ids=repr)
 @pytest.mark.parametrize("call", ["os.fsync", "os.replace", "os.pwrite"])
 def test_a_save_that_fails_leaves_the_context_in_memory(
@@ -429,9 +410,6 @@ def test_a_save_that_fails_leaves_the_context_in_memory(
         within(batch.stream(tokens(99, seed=1), max_tokens=6).finish)
     assert not list(tmp_path.rglob("*.tmp"))
     assert len(listed(tmp_path)) >= 1
-
-
-# The parts
 
 
 @pytest.fixture

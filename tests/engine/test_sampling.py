@@ -252,9 +252,6 @@ def test_what_cannot_be_scored_is_refused(engine: lce.Engine) -> None:
     assert len(engine.score([], context=engine.prefill(IDS[:5]))) == 0
 
 
-# Biases and constraints
-
-
 def test_biases_are_added_before_penalties_and_cuts() -> None:
     logits = torch.tensor([3.0, 2.0, -1.0, 0.0])
     untouched = logits.clone()

@@ -88,7 +88,6 @@ def engine(tiny_model: Path) -> lce.Engine:
 
 @pytest.fixture(scope="module")
 def document(engine: lce.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved context of 300 tokens."""
     path = tmp_path_factory.mktemp("saved") / "document.lce"
     engine.prefill(tokens(300)).save(path)
     return path
@@ -102,9 +101,6 @@ def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answer(engine: lce.Engine, context: lce.Context) -> list[int]:
     return engine.generate(tokens(9, 1), context=context, max_tokens=12).token_ids
-
-
-# What is opened is what was saved
 
 
 def go_on(straight: tuple[lce.Engine, lce.Context], saved: tuple[lce.Engine, lce.Context], path: Path) -> lce.Context:
@@ -195,9 +191,6 @@ def test_an_empty_context_is_not_saved(engine: lce.Engine, tmp_path: Path) -> No
         engine.prefill(tokens(9)).save(tmp_path / "no" / "c.lce")
 
 
-# What is refused
-
-
 def test_what_was_made_otherwise_is_refused(document: Path, tiny_model: Path, tmp_path: Path) -> None:
     method = lce.methods.make("longheads", NEEDS["longheads"])
     (tmp_path / "other").mkdir()
@@ -226,7 +219,6 @@ def test_a_file_of_8_bits_is_for_an_engine_of_8_bits(tiny_model: Path, tmp_path:
 
 @contextmanager
 def changed(document: Path, tmp_path: Path) -> Iterator[tuple[Path, bytearray]]:
-    """A copy to be changed; it is written when the block ends."""
     path, data = tmp_path / "changed.lce", bytearray(document.read_bytes())
     yield path, data
     path.write_bytes(data)
@@ -288,8 +280,6 @@ def test_other_files_are_refused(document: Path, engine: lce.Engine, tiny_model:
     with pytest.raises(DataError, match="contradicts its contents"):
         engine.open_context(tmp_path / "said.lce")
 
-
-# Faults
 
 HOWS = pytest.mark.parametrize("how", ["ENOSPC", *(pytest.param(x, marks=pytest.mark.slow) for x in ("EIO", "short"))])
 
@@ -380,7 +370,6 @@ for _ in sys.stdin:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_of_a_save(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
-    """The old file or the new one is there, whole, and what was under work is gone after the next opening."""
     path, draw = tmp_path / "c.lce", random.Random(0)
     truth = {n: answer(engine, engine.prefill(list(range(2, 2 + n)))) for n in (250, 290)}
     script = SAVER.format(model=str(tiny_model), knobs=NEEDS["longheads"], path=str(path))
@@ -411,9 +400,6 @@ def test_a_prefill_that_another_process_has_begun_is_left_to_it(engine: lce.Engi
     engine.prefill_file(tokens(300), tmp_path / "c.lce", progress=progress)
     assert engine.open_context(tmp_path / "c.lce").token_ids == tokens(300)
     assert os.listdir(tmp_path) == ["c.lce"]
-
-
-# A prefill over several runs
 
 
 class Interrupted(Exception):
@@ -483,8 +469,6 @@ def test_a_prefill_under_work_is_not_another(engine: lce.Engine, tiny_model: Pat
 
 
 # Forged files: whoever changes them makes the digest anew. Another answer can come of another text alone.
-
-
 def forged(document: Path, path: Path, change: Change) -> None:
     """Write `document` to `path` with a changed manifest and changed small tensors, signed anew."""
     raw = document.read_bytes()
@@ -509,7 +493,6 @@ EVIL = [None, -1, 0, 3, 2**40, 10**17, 1.5, math.nan, math.inf, True, "x" * 300,
 
 
 def evil_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Tensors that differ from `x` in their shape, their kind, or by numbers that cannot be."""
     yield x[None]
     yield x.reshape(-1)[:0]
     for axis in range(x.ndim):
@@ -523,8 +506,6 @@ def evil_tensors(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def evil_cases(document: Path) -> Iterator[tuple[str, Change]]:
-    """What may be changed in a file, and the change."""
-
     def entry(place: tuple[str, ...], value: Any) -> Change:
         return lambda manifest, _: (manifest[place[0]] if len(place) > 1 else manifest).update({place[-1]: value})
 
@@ -578,9 +559,6 @@ def test_a_forged_file_is_an_error_or_changes_nothing(name: str, tiny_model: Pat
     assert refused > 20
 
 
-# What somebody else does to a file while it is used
-
-
 READER = """
 import lce, torch
 torch.set_num_threads(1)
@@ -625,7 +603,6 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
 @KV_DTYPES
 @pytest.mark.parametrize("name", [SLOW_IN_TIERS, "esa", "full"])
 def test_a_damaged_spill_file_is_an_error(name: str, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
-    """Wherever it is damaged; what is not damaged gives the same answer as before."""
     engine, truths, refused = load(tiny_model, name, tmp_path, kv_dtype), set(), []
     for seed in range(4):
         context = engine.prefill(tokens(400 if name == "longheads" else 1100))
@@ -642,9 +619,6 @@ def test_a_damaged_spill_file_is_an_error(name: str, kv_dtype: str, tiny_model: 
     assert len(refused) == 3 or name != "full", "full attention reads everything"
     said = f"the spill file in {tmp_path} was altered since it was written; prefill the text again"
     assert set(refused) <= {said}
-
-
-# A context goes on into another file
 
 
 @pytest.mark.parametrize(("name", "budget"), pairs([SLOW_IN_TIERS, "esa", "infllm", "full"], [None, SMALL]))
@@ -682,9 +656,6 @@ def test_a_context_with_an_answer_goes_on_into_a_file(document: Path, engine: lc
     assert answer(engine, found) == answer(engine, context)
 
 
-# What lies beside a context
-
-
 @pytest.mark.parametrize("kind", ["folder", "FIFO", "link", "loop"])
 @pytest.mark.parametrize("suffix", ["", ".part", ".part.state"])
 def test_what_is_no_file_is_refused(suffix: str, kind: str, document: Path, engine: lce.Engine, tmp_path: Path) -> None:
@@ -715,14 +686,10 @@ def test_what_is_no_file_is_refused(suffix: str, kind: str, document: Path, engi
     assert victim.read_text() == "mine"
 
 
-# Ctrl-C at any bytecode
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was opened, and no more
 @pytest.mark.parametrize(("what", "every"), [("save", 67), ("open", 101), ("prefill_file", 503)])
 @KV_DTYPES
 def test_an_interruption_leaves_no_file(what: str, every: int, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
-    """No file is left but those that the call documents."""
     engine = lce.load(tiny_model, LongHeads(chunk_size=8, chunks=4), block=32, kv_dtype=kv_dtype)
     context, text, path = engine.prefill(tokens(45)), tokens(120, seed=1), tmp_path / "new" / "c.lce"
     context.save(tmp_path / "saved.lce")

@@ -82,7 +82,6 @@ class Calls:
         return self.engine.generate([7, 8, 9], max_tokens=4, context=context).token_ids
 
     def truth(self, token_ids: list[int]) -> list[int]:
-        """What a context of these tokens answers that was never interrupted."""
         key = tuple(token_ids)
         if key not in self._answers:
             context = self.base.fork()

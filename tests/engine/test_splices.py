@@ -30,7 +30,6 @@ SPLICED = pytest.mark.parametrize(("name", "kv_dtype"), [*CASES, MORE, *EVERY])
 
 
 def refusal(work: Callable[[], object]) -> str:
-    """The error with its notes, or nothing if there is none."""
     try:
         work()
     except DataError as error:
@@ -39,7 +38,6 @@ def refusal(work: Callable[[], object]) -> str:
 
 
 def borders(layout: CacheLayout, size: int) -> list[int]:
-    """The borders in a file: of header, rows, checks and small tensors, and of the layers' rows and checks."""
     file = FileLayout(layout, N)
     spans = (file.rows_start, file.checks_start), (file.checks_start, file.small_start)
     inner = [a + (b - a) * layer // layout.n_layers for a, b in spans for layer in range(layout.n_layers)]
@@ -56,7 +54,6 @@ def spliced(one: bytes, other: bytes, cuts: list[int]) -> Iterator[bytes]:
 
 @SPLICED
 def test_a_context_of_two_files_is_refused(name: str, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
-    """Of two texts, or of two saves of one text: an error, or no part of the other is read."""
     engine, path, truths, refused = load(tiny_model, name, kv_dtype=kv_dtype), tmp_path / "c.lce", [], []
     for file, text in {"one": tokens(N), "other": tokens(N, 7), "again": tokens(N)}.items():
         engine.prefill(text).save(tmp_path / file)
@@ -108,9 +105,6 @@ def test_a_spill_file_of_another_context_is_refused(name: str, kv_dtype: str, ti
     assert said or found == truth, "it chose none of them"
 
 
-# A file takes the place of another one only if it may
-
-
 def test_a_file_is_replaced_by_its_own_context_or_by_force(tiny_model: Path, tmp_path: Path) -> None:
     """Whatever its name is by then. Neither by a fork, nor by a context that another one has overtaken."""
     engine, path, text = load(tiny_model), tmp_path / "c.lce", tmp_path / "text"
@@ -155,9 +149,6 @@ def test_a_file_that_appears_during_a_prefill_stays(tiny_model: Path, tmp_path: 
     assert engine.prefill_file(tokens(N), path, force=True).read_before == N
     assert answer(engine, engine.open_context(path)) == answer(engine, engine.prefill(tokens(N)))
     assert os.listdir(tmp_path) == ["c.lce"]
-
-
-# No file takes the place of another one unless it opens
 
 
 def an_unknown_tensor(patch: pytest.MonkeyPatch) -> None:

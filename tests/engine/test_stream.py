@@ -16,7 +16,6 @@ PROMPT = tokens(150)  # five blocks of 32
 
 
 def stream_threads() -> list[threading.Thread]:
-    """The threads of async streams that live."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("lce-stream")]
 
 
@@ -87,7 +86,6 @@ def test_a_stream_ends_within_a_block_of_its_prefill(engine: lce.Engine, end: st
 
 
 def test_any_thread_may_close_at_any_time(engine: lce.Engine) -> None:
-    """Readers and closers race; whatever wins, the stream ends and the context goes on."""
     for wait_ms in range(0, 24, 2):
         context = engine.prefill(tokens(40))
         stream = engine.stream(PROMPT, max_tokens=1000, context=context)
@@ -140,9 +138,6 @@ def test_a_callback_cannot_ask_for_the_next_piece(engine: lce.Engine) -> None:
         list(ender.stream)
     assert len(context) == 40
     assert_usable(engine, context)
-
-
-# async for
 
 
 def test_an_async_stream_is_the_stream(engine: lce.Engine) -> None:

@@ -240,7 +240,6 @@ class Terminal:
         os.write(self.keys, text.encode())
 
     def expect(self, pattern: str, again: Callable[[], None] = lambda: None) -> str:
-        """Wait until a pattern was printed, and return what came before it."""
         deadline = time.monotonic() + LIMIT
         while not (found := re.search(pattern, self.seen)):
             assert time.monotonic() < deadline, self.seen

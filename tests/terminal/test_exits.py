@@ -174,8 +174,6 @@ def test_a_file_that_cannot_be_saved_is_refused_before_the_answer(
 
 
 # Commands of other packages: entry points of `lce.commands`, installed or in a source tree
-
-
 def test_a_source_tree_names_its_commands(tmp_path: Path) -> None:
     text = "[options.entry_points]\nlce.commands =\n    hello = one.two:three\n    trace = mine:trace\n"
     (tmp_path / "setup.cfg").write_text(text)

@@ -72,7 +72,6 @@ def info(*args: str | Path) -> dict[str, Any]:
 
 
 def rows(*args: str | Path) -> dict[str, str]:
-    """The lines of the text, by their first words."""
     pairs = (line.strip().split("  ", 1) for line in run("info", *args).stdout.splitlines() if "  " in line.strip())
     return {name: text.strip() for name, text in pairs}
 

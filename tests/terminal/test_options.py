@@ -22,7 +22,6 @@ OPTION = click.Option(["--option"])
 
 
 def received(args: list[str], *decorators: Any) -> dict[str, Any]:
-    """The arguments of a command with these decorators, for a command line."""
     arguments: dict[str, Any] = {}
 
     def command(**values: Any) -> None:
@@ -72,7 +71,6 @@ def test_counts_in_units_of_1024() -> None:
 
 
 def every_option() -> list[tuple[str, click.Option]]:
-    """The options of all commands, each with the name of its command."""
     groups: list[tuple[str, click.Command]] = [("lce", cli.cli)]
     found = []
     for name, command in groups:

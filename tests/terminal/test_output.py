@@ -53,8 +53,6 @@ def test_an_interrupted_text_ends_its_line(capsys: pytest.CaptureFixture[str]) -
 
 
 class Screen(io.StringIO):
-    """A stderr that is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
