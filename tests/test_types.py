@@ -124,10 +124,7 @@ def test_an_installed_package_is_typed(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, source / name)
     pip = [python, "-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
-    for command in (
-        [sys.executable, "-m", "venv", tmp_path / "venv"],
-        [*pip, "-e", ".", "mypy"],
-    ):
+    for command in ([sys.executable, "-m", "venv", tmp_path / "venv"], [*pip, "-e", ".", "mypy"]):
         process = Process(command, cwd=source)
         _, err = process.communicate(timeout=400)
         assert process.returncode == 0, err

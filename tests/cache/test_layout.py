@@ -268,12 +268,7 @@ def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: 
 )
 @pytest.mark.covering
 def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    n: int,
-    host: int | None,
-    folder: bool,
-    kv_dtype: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, host: int | None, folder: bool, kv_dtype: str
 ) -> None:
     no_gpu(monkeypatch)
     layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8, 3, 9), block=10, kv_dtype=kv_dtype)

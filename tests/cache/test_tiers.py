@@ -217,15 +217,7 @@ class AnyOrder(RuleBasedStateMachine):
         slab=st.sampled_from([1, 512]),
     )
     def start(
-        self,
-        tiers: str,
-        heads: int,
-        spare: int,
-        below: int,
-        pinned: int,
-        order: str,
-        kv_dtype: str,
-        slab: int,
+        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: str, slab: int
     ) -> Branch:
         self.patch = pytest.MonkeyPatch()
         self.refusals = Refusals("pwrite", errno.ENOSPC)
