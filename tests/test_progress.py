@@ -89,9 +89,7 @@ def test_a_bar_is_one_line_after_a_resize(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("say", [notice, Output().figures, lambda text: warnings.warn(text, WindowWarning, 2)])
-def test_what_is_printed_beside_a_bar_has_a_line_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
-) -> None:
+def test_what_is_said_beside_a_bar_has_a_line(monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]) -> None:
     with terminal(monkeypatch) as (_, written), reported(True, "prefill"), Output().noting():
         say("compiling")
         line, below = written().split("\n")
@@ -99,9 +97,7 @@ def test_what_is_printed_beside_a_bar_has_a_line_of_its_own(
     assert below.startswith("\r\x1b[Jprefill: 0 tok"), "and is drawn again"
 
 
-def test_steps_that_take_long_say_so_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_steps_say_so_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("lce.progress.STEPS_S", 1.0)
     steps = StepNotices("compiling kernels")
     for seconds in (0.6, 0.6, 0.0):

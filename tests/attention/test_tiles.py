@@ -70,9 +70,7 @@ def test_chunks_of_a_buffer_are_tiles_without_a_copy() -> None:
 
 @pytest.mark.parametrize("per_slot", [True, False])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_rows_are_the_same_rotated_at_once_or_as_they_are_taken(
-    per_slot: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_rotated_now_or_when_taken(per_slot: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, turns = random(4, 9, 16, seed=1), turns_of(9, 3 if per_slot else 1)
     q = q.transpose(0, 1).contiguous().transpose(0, 1) if transposed else q  # as a projection leaves queries
     every = rotate(q[:, :, None], turns).expand(4, 9, 3, 16).reshape(-1, 16)

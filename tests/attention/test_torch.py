@@ -117,9 +117,7 @@ def test_head_dimensions_that_the_kernel_has_not(calls: Calls) -> None:
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("n_queries", [1, 33, 70])
-def test_float32_holds_the_scores_of_a_slice(
-    heads: tuple[int, int], n_queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float32_holds_a_slices_scores(heads: tuple[int, int], n_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once, sizes, whole = heads[0] * 70 * 4, [], Reference.attend
 
     def watched(self: Reference, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:

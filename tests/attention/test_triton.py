@@ -100,9 +100,7 @@ def test_what_the_kernels_do_not_take_goes_to_other_backends(
     assert_same(attention.dense(q, k, v, causal=True), dense_truth(q, k, v, causal=True), 1e-4)
 
 
-def test_on_cpus_without_the_interpreter_the_compiled_kernels_run(
-    attention: Attention, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpus_without_interpreter_run_compiled_kernels(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(launching, "launch", None)
     q, k, v = vectors(4, 2, 6, 20)

@@ -17,7 +17,7 @@ def random(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def vectors(n_heads: int, n_kv_heads: int, n_queries: int, n_keys: int, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+def vectors(n_heads: int, n_kv_heads: int, n_queries: int, n_keys: int, dim: int = 16) -> tuple[Tensor, ...]:
     return (
         random(n_heads, n_queries, dim, seed=1),
         random(n_kv_heads, n_keys, dim, seed=2),
@@ -95,8 +95,6 @@ def assert_same(part: Attended, truth: Attended, tolerance: float = 3e-5) -> Non
     torch.testing.assert_close(part[1].cpu().double(), truth[1], rtol=0, atol=tolerance)
 
 
-def routed_vectors(
-    n_heads: int, n_kv_heads: int, n_queries: int, n_chunks: int, size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def routed_vectors(n_heads: int, n_kv_heads: int, n_queries: int, n_chunks: int, size: int) -> tuple[Tensor, ...]:
     shape = (n_kv_heads, n_chunks, size, 16)
     return random(n_heads, n_queries, 16, seed=1), random(*shape, seed=2), random(*shape, seed=3)

@@ -187,9 +187,7 @@ def into_file(folder: Path, n: int, layout: CacheLayout) -> tuple[KVCache, Draft
 
 
 @pytest.mark.parametrize("layout", (LAYOUTS | PACKED).values(), ids=LAYOUTS | PACKED)
-def test_pages_in_its_own_file_are_written_once(
-    layout: CacheLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_of_a_file_are_written_once(layout: CacheLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda n: "7" * 2 * n)  # both files have one identity
     layout = replace(layout, budgets=Budgets(host=Limits(layout).least_budget))
     cache, draft = into_file(tmp_path, N, layout)

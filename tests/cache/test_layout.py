@@ -107,9 +107,7 @@ def test_spans_are_cut_at_whole_chunks() -> None:
     data=st.data(), sinks=st.integers(0, 20), local=st.integers(0, 20), block=st.integers(1, 20), apart=st.booleans()
 )
 @settings(max_examples=15, deadline=None)
-def test_the_least_budget_works_and_one_byte_less_is_refused(
-    data: st.DataObject, sinks: int, local: int, block: int, apart: bool
-) -> None:
+def test_the_least_budget_is_the_least(data: st.DataObject, sinks: int, local: int, block: int, apart: bool) -> None:
     n_layers, n_kv_heads = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
     access = AccessPattern(data.draw(st.integers(1, 9)), sinks, local, apart)
     plain = CacheLayout(n_layers, n_kv_heads, n_kv_heads, 4, torch.float32, CPU, access, block=block)
@@ -170,9 +168,7 @@ def test_without_a_folder_a_text_that_does_not_fit_is_refused() -> None:
 @KV_DTYPES
 @pytest.mark.parametrize("chunks", [0, 3, 10])
 @pytest.mark.covering
-def test_the_space_that_was_reserved_is_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, kv_dtype: str
-) -> None:
+def test_reserved_space_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, kv_dtype: str) -> None:
     """Reading that has begun does not fail for lack of disk space, nor does its first copy."""
     layout = replace(LAYOUT, access=AccessPattern(8, 3, 9, per_head=True), block=10, kv_dtype=kv_dtype)
     layout = with_host(layout, Limits(layout).least_budget + chunks * CHUNK, tmp_path)
@@ -218,9 +214,7 @@ def test_a_host_that_cannot_hold_what_a_gpu_does_not() -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dim", [4, 80])
-def test_slabs_of_the_host_are_powers_of_two_within_the_budget(
-    monkeypatch: pytest.MonkeyPatch, dim: int, kv_dtype: str
-) -> None:
+def test_host_slabs_are_powers_of_two_in_the_budget(monkeypatch: pytest.MonkeyPatch, dim: int, kv_dtype: str) -> None:
     """Half of what is left behind whole slabs is used at least; one page more would take more than the budget."""
     plain = replace(GPU, head_dim=dim, kv_dtype=kv_dtype)
     page = plain.format.page_bytes
@@ -331,9 +325,7 @@ def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int)
     assert Limits(replace(layout, n_layers=5)).state_bytes(200) == 5 * Limits(layout).state_bytes(200)
 
 
-def test_a_folder_without_the_space_is_refused_and_nothing_is_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_the_space_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = replace(LAYOUT, block=4)
     cache = KVCache.empty(with_host(layout, Limits(layout).least_budget, tmp_path))
     keys = text(200, LAYOUT)

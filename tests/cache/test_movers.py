@@ -199,9 +199,7 @@ def test_no_method_sees_what_has_not_arrived(
 @pytest.mark.parametrize(
     ("called", "spare"), [pytest.param("longheads", 30, marks=pytest.mark.slow), ("infllm", 12), ("esa", 20)]
 )
-def test_a_method_finds_more_of_what_was_prefetched(
-    called: str, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_is_found_if_prefetched(called: str, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device holds what two layers ask for, and not what four do."""
     no_gpu(monkeypatch)
     method, text = make(METHODS[called][0], METHODS[called][1]).resolve(WINDOW), text_of(4, sum(BLOCKS), 15)

@@ -252,9 +252,7 @@ def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
         assert process.wait() == 0
 
 
-def test_where_there_is_no_space_to_spare_what_is_needed_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_space_to_spare_what_is_needed_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_file, "GROWTH", 64 << 20)
     file, original = SpillFile(tmp_path, format_of()), os.posix_fallocate
 

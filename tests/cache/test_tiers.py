@@ -420,9 +420,7 @@ def test_without_a_file_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_pat
     branch.rounds(1, wanted(branch, 1, 0, 1, 2))
 
 
-def test_what_cannot_be_fetched_early_is_refused_when_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_fetched_early_is_refused_when_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     branch = branch_of(tmp_path, "device, file", 9, limit=8)
     branch.rounds(1, wanted(branch, 1, 1, 2, 3))
     branch.rounds(0, wanted(branch, 0, *range(8)))

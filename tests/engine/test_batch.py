@@ -83,9 +83,7 @@ def test_every_request_has_the_bits_that_it_has_alone(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_every_request_has_the_bits_that_it_has_alone_in_any_storage(
-    options: dict[str, Any], threads: int, tmp_path: Path
-) -> None:
+def test_requests_have_the_bits_of_one_in_any_storage(options: dict[str, Any], threads: int, tmp_path: Path) -> None:
     torch.set_num_threads(threads)
     if options.pop("budget", None):
         (tmp_path / "spill").mkdir()

@@ -237,9 +237,7 @@ def test_forks_and_going_back(engine: lce.Engine, kept: lce.Context) -> None:
     assert len(kept) == N
 
 
-def test_a_failure_leaves_the_context_as_it_was(
-    engine: lce.Engine, kept: lce.Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_changes_no_context(engine: lce.Engine, kept: lce.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     context = engine.prefill(DOCUMENT)
     with monkeypatch.context() as patched:
         patched.setattr(eviction.AttentionPeaks, "observe", lambda *_: 1 / 0)

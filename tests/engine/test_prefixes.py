@@ -82,9 +82,7 @@ def test_each_method_has_contexts_of_its_own(engine: lce.Engine, tmp_path: Path)
     assert len(listed(tmp_path)) == 2
 
 
-def test_a_question_about_a_long_document_makes_no_copy(
-    engine: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_makes_no_long_copy(engine: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "ALWAYS_SAVED", 100)
     ids = tokens(200)
     ask(engine, tmp_path, ids)
@@ -445,9 +443,7 @@ def test_common_lengths() -> None:
     assert (common(one, other), common(one[:50], other), common(one[:0], other)) == (100, 50, 0)
 
 
-def test_a_context_that_is_being_saved_is_waited_for(
-    full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_context_under_way_is_waited_for(full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     going, begun = threading.Event(), threading.Event()
     save = lce.Context.save
 
@@ -468,9 +464,7 @@ def test_a_context_that_is_being_saved_is_waited_for(
         assert within(stream.finish).stats.read_before >= 199
 
 
-def test_a_file_that_has_just_appeared_belongs_to_its_entry_alone(
-    full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_file_is_of_its_entry_alone(full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request may look for files between the moment when a file appears and that when its entry knows the file."""
     save = lce.Context.save
     with full.batch(cache_dir=tmp_path) as batch:

@@ -131,9 +131,7 @@ def test_saving_opening_and_going_on_equals_never_having_stopped(
 
 
 @pytest.mark.parametrize(("name", "budget"), [("longheads", SMALL), ("esa", None)])
-def test_a_context_of_8_bits_on_the_device_goes_on(
-    name: str, budget: str | None, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_8_bits_on_the_device_go_on(name: str, budget: str | None, tiny_model: Path, tmp_path: Path) -> None:
     test_saving_opening_and_going_on_equals_never_having_stopped(name, budget, "int8-device", tiny_model, tmp_path)
     path, refusal = tmp_path / "context.lce", "another kv_dtype, int8-device; this engine has int8: give --kv-dtype"
     with pytest.raises(DataError, match=refusal):
@@ -746,9 +744,7 @@ def test_an_opened_context_goes_on_beside_a_gpu_and_is_saved_again(
     assert context.cache.traffic["host"].bytes_in > 0
 
 
-def test_only_what_a_file_may_have_caused_is_blamed_on_the_file(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_blamed_for_their_faults(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model)
     engine.prefill(tokens(20)).save(tmp_path / "x.lce")
     context = engine.open_context(tmp_path / "x.lce")

@@ -90,9 +90,7 @@ def test_sampling_is_what_the_model_recommends_and_is_said(chatty: Path, tmp_pat
     assert_error(run(*args, tmp_path / "none", "--top-p", "7"), 2, "top_p is 7.0")
 
 
-def test_what_was_read_of_a_stopped_message_stays_read(
-    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_stopped_message_read_stays_read(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     @contextmanager
@@ -283,9 +281,7 @@ def test_at_a_terminal(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif("libedit" in (readline.__doc__ or ""), reason="pastes of several lines need GNU readline")
-def test_a_pasted_text_is_one_message_and_what_is_typed_ahead_stays(
-    chatty: Path, engine: lce.Engine, tmp_path: Path
-) -> None:
+def test_a_paste_is_one_message_and_what_is_typed_ahead_stays(chatty: Path, engine: lce.Engine, tmp_path: Path) -> None:
     with Terminal("--model", chatty, "--max-tokens", "100000", "--quiet") as chat:
         chat.expect("\x1b\\[[?]2004h> ")
         chat.type("\x1b[200~/one\rand two\r\x1b[201~")

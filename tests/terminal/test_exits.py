@@ -35,9 +35,7 @@ def test_debug_shows_the_traceback(position: str, tmp_path: Path) -> None:
         (RuntimeError("shapes\nframe #0"), 1, "internal error: RuntimeError: shapes; run with --debug"),
     ],
 )
-def test_every_failure_has_its_exit_code(
-    error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_has_its_exit_code(error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -126,9 +124,7 @@ system.usable_cores = lambda: 2
         pytest.param(NO_THREADS, ("--threads", "2"), 4, "the system starts no more threads", marks=pytest.mark.slow),
     ],
 )
-def test_what_the_process_lacks_is_said_in_one_line(
-    before: str, args: tuple[str, ...], code: int, words: str, tiny_model: Path
-) -> None:
+def test_what_is_lacking_is_said(before: str, args: tuple[str, ...], code: int, words: str, tiny_model: Path) -> None:
     process = spawn(before, "generate", "--model", tiny_model, "--prompt", PROMPT, *args)
     out, err = process.communicate()
     assert (process.returncode, out, err.count("\n")) == (code, "", 1), err
@@ -161,9 +157,7 @@ def test_output_that_cannot_be_written(tiny_model: Path) -> None:
         assert process.returncode == 4
 
 
-def test_a_file_that_cannot_be_saved_is_refused_before_the_answer(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_saved_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -117,9 +117,7 @@ def test_long_work_writes_a_line_now_and_then() -> None:
     assert told("reading", "", [(1.0, 1), (6.0, 2), (7.0, 3)], 3) == [(6.0, "reading 2 of 3, 5 s left")]
 
 
-def test_warnings_of_lce_are_notes_and_one_of_a_kind_is_enough(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warnings_are_notes_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         other = io.StringIO()

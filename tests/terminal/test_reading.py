@@ -52,9 +52,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     assert_error(run("generate", "-m", "none", "-f", tmp_path / "pipe"), 3, "pipe is a pipe; expected a file, or - and")
 
 
-def test_a_text_larger_than_memory_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_larger_than_memory_is_refused_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(tmp_path / "sparse.txt", "wb") as file:
         file.truncate(1 << 40)
     assert_error(run("generate", "-m", "none", "-f", tmp_path / "sparse.txt"), 4, "1.0 TiB", "a shorter text")
