@@ -1,7 +1,5 @@
 """Samples the tokens of an answer, and turns them into text. Later tokens never change text that was returned."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A check returns a value of one type, or raises `UsageError` with a one-line mess
 a prompt is checked: `lce --help` answers at once.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set

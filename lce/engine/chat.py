@@ -1,7 +1,5 @@
 """Conversations with a model. A context holds the history, so each turn prefills only new tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

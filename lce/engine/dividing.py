@@ -1,7 +1,5 @@
 """Divides a model among ranks: finds the ranks, says what each has, and loads that. See `lce.models.ranks`."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import math

@@ -1,7 +1,5 @@
 """The identity of an engine: the model, the method and its knobs, the window, the RoPE scaling, the dtypes."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

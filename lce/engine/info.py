@@ -1,7 +1,5 @@
 """Describes a model or a context file without loading weights or reading keys and values."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ not written down at every turn. If the files exceed their budget, those that wer
 removed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """`load` makes an engine from a model and a user's options."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field, replace
 from functools import cache, partial

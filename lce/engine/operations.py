@@ -5,8 +5,6 @@ the weights, and in each layer those of the keys, the values and the method's ow
 Each byte counts once per block. Written bytes are not counted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ the process' `Allowance` promises (reserves) each context's bytes, and other con
 A promise ends when the context is closed or freed, or when the call that made the promise fails.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """Prefills a document into a context file. An interrupted prefill can be resumed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import partial

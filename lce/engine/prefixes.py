@@ -4,8 +4,6 @@ An entry in memory that the text continues is taken out of the cache, to be appe
 the common tokens; `KVCache.nearest` says how far back each method's state can go.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

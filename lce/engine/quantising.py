@@ -1,7 +1,5 @@
 """`quantize` writes a checkpoint with matrices in 8 or 4 bits, so that loading need not quantise them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -10,8 +10,6 @@ answer is reserved before the prompt is read. If there is none, the request and 
 and kept contexts leave memory.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter, deque

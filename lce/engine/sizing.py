@@ -4,8 +4,6 @@ Of several GPUs each has consecutive layers, so that hidden states move once fro
 on the first layer's GPU, the head on the last layer's. Several GPUs have more memory, but compute one after the other.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

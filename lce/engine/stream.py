@@ -1,7 +1,5 @@
 """What a generation gives: a result with its figures, and streams of its pieces for `for` and for `async for`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Traces: the chunks or tokens that a method chose, and their scores."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

@@ -1,7 +1,5 @@
 """The method `auto`: a table of the methods that were measured best, by the length of a text in windows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple

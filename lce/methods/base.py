@@ -25,8 +25,6 @@ answer. `Method` promises all but `analysis`, for classes that only declare part
 - `analysis`: the method is for study only; error messages never suggest it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ sharp attention reads less than a head with flat attention. Twilight estimates t
 weights are estimated from the method's own scores, so nothing else is read.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Self
 

@@ -1,7 +1,5 @@
 """Dual Chunk Attention: each query attends every key, at positions that repeat from chunk to chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self

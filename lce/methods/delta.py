@@ -1,7 +1,5 @@
 """Delta attention: a sparse prefill, corrected by the difference between dense and sparse attention of some queries."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property

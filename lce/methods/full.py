@@ -1,7 +1,5 @@
 """Full causal attention: every key, at its true distance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

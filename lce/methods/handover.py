@@ -1,7 +1,5 @@
 """`Handover`: one method's attention while a prompt is prefilled, another method's while tokens are generated."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Self
 

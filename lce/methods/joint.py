@@ -1,7 +1,5 @@
 """Methods whose queries choose together: one choice of tokens for a block of queries and all heads of a layer."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Self
 

@@ -1,7 +1,5 @@
 """LM-Infinite: each query attends first and last tokens at bounded distances, and optionally a few tokens between."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

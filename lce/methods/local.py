@@ -1,7 +1,5 @@
 """`LocalMethod`: near tokens at their true distances, all others at distances of the method's own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

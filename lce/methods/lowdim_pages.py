@@ -1,7 +1,5 @@
 """The selector `LowDim`: pages scored by the best of their tokens, with ESA's low-dimensional keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self

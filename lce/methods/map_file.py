@@ -3,8 +3,6 @@
 A sealed file is a safetensors file whose metadata has the SHA-256 of all other bytes of the file, header included.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The layers with a sliding window of their own, in which no user's method acts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

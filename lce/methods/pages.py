@@ -1,7 +1,5 @@
 """Pages: a `Selection` spelled by a user. Each query attends pages that any selector chose, at any placement."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self

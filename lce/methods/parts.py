@@ -4,8 +4,6 @@ A method declares its parts once, in `Method.parts_of`. The parts are used to co
 (`attending`) and of recorded decode steps (`decoding`), operation counts (`costs`), and in the laboratory distances.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol

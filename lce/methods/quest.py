@@ -1,7 +1,5 @@
 """Quest: each query attends the pages of keys whose logits could be largest, at their true positions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Self

@@ -1,7 +1,5 @@
 """ReAttention: each query attends the spans of tokens with its best keys, scored without positions, side by side."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Self

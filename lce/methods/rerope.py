@@ -1,7 +1,5 @@
 """ReRoPE: each query attends every key, at bounded distances."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

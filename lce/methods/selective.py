@@ -1,7 +1,5 @@
 """Methods whose queries choose chunks: `ChunkMethod`, and `SelectiveMethod`, the base of a user's own selector."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

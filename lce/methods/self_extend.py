@@ -1,7 +1,5 @@
 """Self-Extend: each query attends every key, near keys at their own distance, far keys at their group's distance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self

@@ -1,7 +1,5 @@
 """StreamingLLM: each query attends the first and the last tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self

@@ -1,7 +1,5 @@
 """XAttention: a block-sparse prefill. A block of queries attends the blocks of keys with most estimated attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Gemma 3: the layout of checkpoints for images and text, from 4B on."""
 
-from __future__ import annotations
-
 from lce.models.layers import family
 from lce.models.mistral3 import Mistral3
 

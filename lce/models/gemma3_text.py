@@ -1,7 +1,5 @@
 """Gemma 3 (Gemma Team, 2025), text: five of six layers have a sliding window, with a RoPE of their own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Llama 1 to 3.3 (Touvron et al., 2023; Grattafiori et al., 2024)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

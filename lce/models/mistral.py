@@ -1,7 +1,5 @@
 """Mistral 7B and Nemo (Jiang et al., 2023): Llama's architecture without biases; some models have a sliding window."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lce.models.config import Fields, ModelConfig

@@ -1,7 +1,5 @@
 """Mistral 3: the layout of checkpoints for images and text, such as Mistral Small 3.1 and Ministral 3."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lce.models.config import Fields, ModelConfig

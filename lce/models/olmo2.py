@@ -1,7 +1,5 @@
 """OLMo 2 (Walsh et al., 2024): Llama's architecture with norms behind attention and MLP instead of before them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig

@@ -1,7 +1,5 @@
 """OLMo 3 (Olmo Team, 2025): OLMo 2 with a sliding window in three of four layers, and YaRN in the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lce.models.config import SLIDING_KEYS, Fields, ModelConfig, sliding_kinds

@@ -1,7 +1,5 @@
 """Phi 3, Phi 3.5, Phi 4 and Phi 4-mini (Abdin et al., 2024): Llama's architecture with joined matrices and LongRoPE."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

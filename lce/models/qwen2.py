@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5 (Yang et al., 2024), dense: Llama's architecture with a bias on queries, keys and values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lce.models.config import Fields, ModelConfig

@@ -1,7 +1,5 @@
 """Qwen3 (Yang et al., 2025), dense: Llama's architecture with a norm on each head's queries and keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

@@ -4,8 +4,6 @@ A rank has whole KV heads with their query heads, some hidden units of each MLP,
 the head. The products of `o` and `down` are then sums over ranks: `SummedMatrix` in `lce.models.products` adds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

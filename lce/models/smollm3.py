@@ -1,7 +1,5 @@
 """SmolLM3 (Hugging Face, 2025): Llama's architecture with layers that do not rotate queries and keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lce.models.config import LAYER_TYPES, Fields, LayerKind, ModelConfig, layer_types
