@@ -13,12 +13,14 @@ from click import argument
 
 import lce
 from lce.errors import CapacityError, UsageError
+from lce.files import named
 from lce.kernels import levels
+from lce.sizes import size_text
 from lce.terminal import figures, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
 from lce.terminal.options import flag
-from lce.terminal.output import Output, empty_or_unasked, generation_line, note, prefill_line
+from lce.terminal.output import Output, empty_or_unasked, generation_line, note, plain, prefill_line
 from lce.terminal.reading import Opening, ends
 
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
@@ -181,7 +183,7 @@ def info(file: str, model: str | None, check: bool, output: Output) -> None:
             note(f"the text is not shown, because it was read with code, {found.method_file}, which is not run here")
             model = None
         shown = None if model is None or not found.complete else ends(model, found)
-        output.object(figures.context_object(found, shown))
+        output.object({"kind": "context", **plain(found), "text": shown})
         output.text(*figures.context_lines(found, shown))
 
 
@@ -226,7 +228,8 @@ def quantize(model: str, weights: str, out: str, output: Output) -> None:
     found = lce.info(out)
     assert isinstance(found, lce.ModelInfo)
     output.object(figures.model_object(found))
-    output.figures(figures.quantised_line(found))
+    size = found.weight_bytes or 0
+    output.figures(f"lce: {named(found.folder)}: {size_text(size)}, {8 * size / found.parameters:.2f} bits a weight")
 
 
 @cli.command()
@@ -246,8 +249,8 @@ def warm(level: tuple[str, ...], output: Output) -> None:
     """
     from lce.kernels.building import build
 
-    named = [each for name in level for each in (levels.LEVELS if name == "all" else [name])]
-    asked = [levels.find(name) for name in dict.fromkeys(named)] or [levels.asked()]
+    names = [each for name in level for each in (levels.LEVELS if name == "all" else [name])]
+    asked = [levels.find(name) for name in dict.fromkeys(names)] or [levels.asked()]
     found = []
     for each in asked:
         with output.bar(f"kernels for {each.name}", " kernels") as bar:

@@ -48,10 +48,7 @@ def path_of(path: object, what: str = "the path") -> Path:
 
 
 def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
-    """Open a regular file for reading without blocking, and return the descriptor.
-
-    Raises `error` for a file that cannot be opened, a folder, FIFO, device or socket, and, unless `follow`, a symlink.
-    """
+    """Return a descriptor to read a regular file, without blocking. Raises `error` for others; links need `follow`."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
@@ -75,10 +72,7 @@ def check_target(path: str | Path, error: type[LceError] = DataError) -> None:
 
 
 def check_new(path: str | Path, force: bool, is_ours: Callable[[Path], bool] = lambda path: False) -> None:
-    """Raise `UsageError` if a file exists at `path`, unless `force`, or unless `is_ours` returns true for `path`.
-
-    Raises `DataError` if something other than a regular file exists there.
-    """
+    """Raise `UsageError` if a file exists, unless `force` or `is_ours(path)`; `DataError` if it is no regular file."""
     check_target(path)
     if not isinstance(force, bool):
         raise UsageError(f"force is {shown(force)}; expected True or False")

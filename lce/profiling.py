@@ -148,10 +148,7 @@ def count_compared(clock: _Clock, out: Tensor, *_: Any) -> None:
 
 
 def n_pairs(n_queries: int, n_keys: int, causal: bool, window: int | None = None) -> int:
-    """Return the number of pairs of a query and a key that the query sees. The last query and key are the same token's.
-
-    Example: 2 queries over 5 keys have 10 pairs; 9 pairs if causal, and 6 with a window of 3.
-    """
+    """Return the number of pairs of a query and a key that it sees: 10 of 2 and 5, 9 if causal, 6 in a window of 3."""
     if not causal:
         return n_queries * n_keys
     most = n_keys if window is None else window

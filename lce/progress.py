@@ -8,12 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lce.errors import UsageError, shown
-
-if TYPE_CHECKING:
-    pass
 
 Progress = Callable[[int, int], None]  # called with the tokens done and the total; an exception in it ends the call
 Label = str | Callable[[], str]  # a bar's label, or a function that returns the present one

@@ -6,6 +6,7 @@ Importing this module does not import torch, because `wait_passively` must be ca
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import resource
 import shutil
@@ -117,11 +118,7 @@ def wait_passively() -> None:
 
 
 def check_environment() -> None:
-    """Raise an error if torch and Numba could not be imported here: where memory is short, torch may end the process.
-
-    Raises `UsageError` for a wrong number of threads in the environment, `CapacityError` for too little memory or
-    address space. Checks nothing once torch is loaded.
-    """
+    """Raise an error if torch could not be imported here: where memory is short, torch may end the process."""
     if "torch" in sys.modules:
         return
     for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -163,12 +160,17 @@ def executor(n_threads: int, name: str) -> Executor:
         begin.set()
 
 
-def uses_threads() -> None:
-    """Record that this process computes with several threads. Call this before such work.
+@functools.cache
+def lasting_executor(n_threads: int, name: str) -> Executor:
+    """Return the `executor` of this process that has a name; the first call starts its threads."""
+    return executor(n_threads, name)
 
-    OpenMP's threads do not survive a fork. Raises `UsageError` in a fork of a process that called this function, and
-    `CapacityError` if the system does not start that many threads: OpenMP would end the process.
-    """
+
+os.register_at_fork(after_in_child=lasting_executor.cache_clear)  # a forked process does not have the threads
+
+
+def uses_threads() -> None:
+    """Record that this process computes with several threads. Raises an error in a fork, which has none of them."""
     import torch
 
     if torch.get_num_threads() > 1 and os.getpid() not in _threaded:
@@ -217,10 +219,7 @@ def _core_limits() -> Iterator[int]:
 
 
 def _groups(controller: str, old: str, new: str) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folders with a cgroup controller's limits for this process, parents too, and the words in some files.
-
-    The files are `old` in version 1 of cgroups, and `new` in version 2.
-    """
+    """Yield a controller's folders, parents too, and the words in their files: `old` in cgroups 1, `new` in 2."""
     for line in _text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):

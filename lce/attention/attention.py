@@ -100,11 +100,7 @@ class Attention(ABC):
     def attend_chosen(
         self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
-        """Compute what `routed` returns.
-
-        All queries that chose a tile are gathered for one call, as in a mixture-of-experts dispatch with tiles as
-        experts. Memory: H·T·K·D numbers of partial results, but not all rotated queries.
-        """
+        """Do what `routed` does: one call for all queries of a tile, H·T·K·D numbers of partial results."""
         n_heads, n_queries, n_slots = chunk_ids.shape
         queries, spread = None, turns.table.at(turns.rows)  # [T, K, D/2]
         out = (q.new_empty(chunk_ids.numel() * q.shape[-1]) if memory is None else memory()).view(-1, q.shape[-1])

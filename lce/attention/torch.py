@@ -45,10 +45,7 @@ class Torch(Attention):
         return combine([*before, (part[0].flatten(0, 1), part[1].flatten(0, 1))])
 
     def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-        """Return the attention of rotated queries `q [H, T, D]` to `k v [G, N, D]` on CUDA, without a copy of the keys.
-
-        All heads form one problem, so that for few queries the kernel splits the keys among more thread blocks.
-        """
+        """Attend as one problem of all heads: for few queries the kernel splits the keys among more thread blocks."""
         n_queries = q.shape[1]
         if causal and window is not None and (unseen := k.shape[1] - n_queries - window + 1) > 0:
             k, v = k[:, unseen:], v[:, unseen:]
@@ -59,10 +56,7 @@ class Torch(Attention):
         return out[0].transpose(0, 1), lse[0]
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None) -> Attended:
-        """Call PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]`, with any strides.
-
-        Returns `out [B, T, H, D]`, `lse [B, H, T]`. Causal: the last query sees the last key.
-        """
+        """Call PyTorch's CUDA flash kernel: `q [B, T, H, D]`, `k v [B, N, G, D]` to `[B, T, H, D]`, lse `[B, H, T]`."""
         sizes = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0 if causal else -1}
         vectors, lengths = (_dense_last(x) for x in (q, k, v)), (q.shape[1], k.shape[1])
         run = torch.ops.aten._flash_attention_forward
@@ -70,11 +64,7 @@ class Torch(Attention):
         return out, lse
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """Compute attention to tiles; on the CPU, by plain batched products if tiles have few query rows.
-
-        For one to three rows, the bits of the flash kernel's result depend on the alignment of a thread's memory. In
-        half precision plain products are also faster.
-        """
+        """For few rows take plain products, faster in half precision: flash's bits depend on alignment there."""
         if q.is_cuda or len(q) == 1 or q.shape[1] > FEW_ROWS:
             return super().attend_tiles(q, k, v)
         k, v = readable(q, k, v)

@@ -116,10 +116,7 @@ class Draft:
     def finish(
         self, target: Path, small: Mapping[str, Tensor], manifest: Mapping[str, Any], check: Callable[[Path], object]
     ) -> None:
-        """Write the header and `small`, all tensors except rows and checksums. Rename the file to `target`.
-
-        `check` gets the path of the complete file before the file is renamed, and may raise an error.
-        """
+        """Write the header and `small`; `check` the file, which may raise an error; then rename it to `target`."""
         start, offset, name = self.layout.rows_start, self.layout.small_start, named(target)
         entries = row_entries(self.layout) | headers.tensor_entries(small, offset - start)
         for _, tensor in sorted(small.items()):
@@ -167,11 +164,7 @@ class Snapshot:
 
 
 def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest], None], check: Check) -> Snapshot:
-    """Open a context file and read everything except keys and values, once the whole header was checked.
-
-    `identify` may refuse the manifest by raising `DataError`; `check` is passed to `read_small`. Raises `DataError` if
-    the file is no context or is damaged, or if its rows do not fit `layout`.
-    """
+    """Check the whole header, which `identify` and `check` may refuse; read all except keys and values."""
     descriptor = Descriptor(open_regular(path, follow=False))
     try:
         header = headers.read_header(descriptor, path)

@@ -192,10 +192,7 @@ class KVCache:
             self._pass = "none"
 
     def nearest(self, n_tokens: int) -> int:
-        """Return the largest length, at most `n_tokens`, that `truncate` can go back to: see `MethodState.nearest`.
-
-        Raises `UsageError` for a length within evicted tokens.
-        """
+        """Return the largest length, at most `n_tokens`, that `truncate` allows. Raises `UsageError` below `fixed`."""
         self.settle()
         if n_tokens < self.fixed:
             first = f"{self.fixed:,} tokens, of which keys were evicted"
@@ -217,7 +214,9 @@ class KVCache:
         """
         self.settle()
         copied = n_tokens is None and self.layout.format.rounds
-        unrounded = [layer.unrounded() if copied else None for layer in self.layers]
+        unrounded = [
+            (x.rounded, torch.stack(x.buffer.span(x.rounded, x.length))) if copied else None for x in self.layers
+        ]
         n_rows = self.length if n_tokens is None else n_tokens - self.evicted.n_lost
         states = [{name: x.mark(n_rows) for name, x in layer.state.items()} for layer in self.layers]
         return Mark(n_rows, states, unrounded)

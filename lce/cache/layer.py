@@ -83,11 +83,6 @@ class KVBuffer:
         for rows in self.rows:
             rows.prepare(start - self.first, stop - self.first)
 
-    def shareable(self, stop: int, most: int) -> list[tuple[RowBuffer, int, int]]:
-        """Return arguments of `share` for k and v: (buffer, number of rows before token `stop`, capacity <= `most`)."""
-        n = stop - self.first
-        return [(rows, n, min(self.layout.whole_chunks(2 * n + SPARE), most)) for rows in self.rows]
-
     def fork(self, stop: int, for_fork: ForFork) -> KVBuffer:
         """Return a buffer for another context with the tokens before `stop`, shared if possible."""
         n = stop - self.first
@@ -318,10 +313,6 @@ class LayerCache:
             self.layout.format.round(*self.buffer.span(self.rounded, border))
             self.rounded = border
 
-    def unrounded(self) -> Unrounded:
-        """Return a copy of the tokens that are not rounded yet."""
-        return self.rounded, torch.stack(self.buffer.span(self.rounded, self.length))
-
     def as_of(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:
         """Return this layer's cache as it was at `n_tokens` tokens, with `marks` of the method's states: see `Mark`.
 
@@ -350,7 +341,8 @@ class LayerCache:
         if self.stack is not None and most < UNBOUNDED:
             most = self.buffer.capacity  # the device's pool takes the rest of the budget
         if self.stack is None or not self.stack.growing:
-            found = self.buffer.shareable(self.length, most)
+            n = self.length - self.buffer.first
+            found = [(rows, n, min(self.layout.whole_chunks(2 * n + SPARE), most)) for rows in self.buffer.rows]
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]
 
     def fork(self, stack: TierStack | None, for_fork: ForFork) -> LayerCache:

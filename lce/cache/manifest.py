@@ -262,10 +262,7 @@ def tensors_of(header: Header, start: int, rows: Mapping[str, Any]) -> dict[str,
 
 
 def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTensor], path: Path) -> None:
-    """Raise `DataError` if `tensors` cannot come from a cache of `n_tokens` tokens, read in blocks of any size.
-
-    A cache has the states of its method and, if the storage format is lossy, recent tokens that are not rounded yet.
-    """
+    """Raise `DataError` unless `tensors` are the states, and the unrounded tokens, of a cache of `n_tokens`."""
     n_unrounded = n_tokens - FileLayout(layout, n_tokens).row_tokens
     for layer in range(layout.n_layers if n_unrounded else 0):
         found = tensors.pop(f"{UNROUNDED}/{layer}", None)

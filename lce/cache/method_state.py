@@ -336,10 +336,8 @@ class _OpenGroup(MethodState):
         return self._held[0], min(self._held[1], n_tokens // self.size)
 
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
-        current, rest = divmod(n_tokens, self.size)
-        return (number == current if rest else number <= current) and _has_rows(
-            tensor, self.n_rows or self.size, self.row_bytes
-        )
+        (current, rest), n_rows = divmod(n_tokens, self.size), self.n_rows or self.size
+        return (number == current if rest else number <= current) and _has_rows(tensor, n_rows, self.row_bytes)
 
     def nearest(self, n_tokens: int, length: int) -> int:
         group = n_tokens // self.size
@@ -409,11 +407,7 @@ class OpenChunk(_OpenGroup):
 
 @dataclass(eq=False)
 class FirstRow(_OpenGroup):
-    """A state with one row `[heads, 1, R]` of the open group of `size` tokens.
-
-    Example: what the first token of a group computed for the others. A pass makes a new tensor, which replaces the old
-    one at the commit, so a reader sees the row of the group that was open when the pass began.
-    """
+    """A state with one row `[heads, 1, R]` of the open group of `size` tokens, replaced at the commit of a pass."""
 
     n_rows: int = 1
 

@@ -6,10 +6,7 @@ counts slots. All slabs except the last have the same number of slots.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.cache.formats import Parts
-from lce.system import usable_cores
+from lce.system import lasting_executor, usable_cores
 
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
@@ -129,10 +126,7 @@ class Cuda(Streamed):
 
 
 class Pinned(Streamed):
-    """A mover to page-locked host memory, which a GPU reads and writes without the CPU.
-
-    Pages from the GPU are copied on a separate stream, and `wait` makes the CPU wait for them.
-    """
+    """A mover to page-locked host memory, which a GPU reads and writes. `wait` makes the CPU wait for its pages."""
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
         """Put pages into slots: from the CPU at once, from the GPU in one copy for each run of adjacent slots."""
@@ -156,22 +150,12 @@ class Pinned(Streamed):
     def gather(self, slabs: Slabs, slots: Numbers, pages: Parts) -> None:
         gather, n_threads = super().gather, min(GATHERERS, max(1, sum(page.nbytes for page in pages) // PIECE))
         cuts = [slice(a, b) for a, b in pairwise(len(slots) * i // n_threads for i in range(n_threads + 1))]
-        list(_gatherers().map(lambda cut: gather(slabs, slots[cut], tuple(page[cut] for page in pages)), cuts))
-
-
-@cache
-def _gatherers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(GATHERERS, "lce-gather")
-
-
-os.register_at_fork(after_in_child=_gatherers.cache_clear)  # a forked process has no such threads
+        threads = lasting_executor(GATHERERS, "lce-gather")
+        list(threads.map(lambda cut: gather(slabs, slots[cut], tuple(page[cut] for page in pages)), cuts))
 
 
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:
-    """Split `slots` where the slab changes. Yield for each part: slab, numbers in the slab, slice of `slots`.
-
-    Example: with slabs of 4 slots, the slots 1, 3, 5, 2 are in slab 0 at 1 and 3, in slab 1 at 1, in slab 0 at 2.
-    """
+    """Yield (slab, numbers in it, slice of slots): of slots 1, 3, 5 in slabs of 4: (0, [1, 3], 0:2), (1, [1], 2:3)."""
     slab, rows = np.divmod(slots, max(len(slabs[0][0]) if slabs else 1, 1))
     for run in runs(np.diff(slab) != 0, len(slots)):
         yield slabs[slab[run.start]], rows[run], run

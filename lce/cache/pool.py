@@ -6,10 +6,9 @@ process has one such thread, which the first `Fetch` starts; a `Pinned` mover di
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache, partial
+from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +23,12 @@ from lce.cache.shared import own_memory
 from lce.cache.tier import UNBOUNDED, Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError
 from lce.profiling import timed
+from lce.system import lasting_executor
 
 AT_ONCE = 64 << 20  # the most bytes of pages that are read from or written to a lower tier at a time
 SLAB = 256 << 20  # the bytes of a slab of the host's pool: a power of two, as page-locked memory is allocated
 NEVER = np.iinfo(np.int64).max  # larger than the last use of any slot: for slots that must not be filled
+FETCHER = "lce-fetch"  # the name of the thread that does the work of a `Fetch`
 QUEUED = 1024  # a queue of slots to fill has at least so many slots, or all that may be filled
 
 
@@ -93,7 +94,7 @@ class Pool(Tier):
 
     @timed("cache")
     def bring(self, pages: Pages) -> Numbers:
-        """Return the slots of at most `capacity` pages; read missing pages first. Pages stay until the next request."""
+        """Return the slots of at most `capacity` pages, missing ones read first. They stay until the next request."""
         slots, missing = self._request(pages)
         if len(missing):
             missing = missing[self.below.order(pages.at(missing))]
@@ -103,11 +104,7 @@ class Pool(Tier):
         return slots
 
     def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
-        """Return a `Fetch` that reads the missing ones of `pages`, these pages, and their slots; None if all are here.
-
-        The `Fetch` may run in another thread. Until it has ended, nothing else may use this pool or the tiers below.
-        After the end, call `arrived`.
-        """
+        """Return a `Fetch` of the missing pages, these pages, and their slots, for `arrived`; None if all are here."""
         _, absent = self._request(pages, counted=False)
         if not len(absent):
             return None
@@ -161,16 +158,12 @@ class Pool(Tier):
         self.below.forget(pages)
 
     def write_through(self, pages: Pages, *parts: Tensor) -> None:
-        """Copy new pages to the pool below at once, so that these pages can leave later without a copy.
-
-        Returns before the copy ends. Copies as many pages as the pool below has free slots; other pages move down when
-        they leave. If the pool below is the last tier, copies all pages, or raises `CapacityError`.
-        """
+        """Begin to copy pages to free slots of the pool below, so that these pages can leave later without a copy."""
         below = self.below
         if not self.mover.asynchronous or not isinstance(below, Pool):
             return
         n = len(pages.group)
-        some = slice(n if isinstance(below.below, Nowhere) else min(n, below.n_free))
+        some = slice(n if isinstance(below.below, Nowhere) else min(n, below.n_free))  # the last tier takes all
         if some.stop:
             below.write(pages.at(some), *self._packed(*(x[some] for x in parts)))
             self.traffic.bytes_out += some.stop * self.page_bytes
@@ -394,19 +387,15 @@ def power_of_two(n: int) -> int:
 
 
 class Fetch:
-    """Work for another thread. If a caller needs the result before the thread has begun, the caller does the work.
-
-    Ctrl-C does not interrupt the thread. A caller that was interrupted calls `finish` again.
-    """
+    """Work for another thread, or for a caller who needs it first. If interrupted, the caller calls `finish` again."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._future: Future[None] = Future()
-        self.error: BaseException | None = None  # the error that the ended work raised, if any
 
     def begin(self) -> None:
         """Hand the work to the process' one fetching thread."""
-        _thread().submit(self._by_the_thread)
+        lasting_executor(1, FETCHER).submit(self._by_the_thread)
 
     def _by_the_thread(self) -> None:
         if self._future.set_running_or_notify_cancel():
@@ -415,22 +404,12 @@ class Fetch:
             except BaseException as error:
                 self._future.set_exception(error)
 
-    def finish(self) -> None:
-        """Wait until the thread has done the work, or do it here if the thread has not begun. May be repeated."""
-        self.error = None
+    def finish(self) -> BaseException | None:
+        """Wait until the thread has done the work, or do it here. Return the error that it raised. May be repeated."""
         if not self._future.cancel():  # the thread has begun the work
-            wait([self._future])
-            self.error = self._future.exception()
-            return
+            return self._future.exception()
         try:
             self._work()
         except Exception as error:
-            self.error = error
-
-
-@cache
-def _thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "lce-fetch")
-
-
-os.register_at_fork(after_in_child=_thread.cache_clear)  # a forked process has no such thread
+            return error
+        return None

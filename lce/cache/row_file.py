@@ -5,11 +5,7 @@ file descriptor, so that a full disk, a failing disk or a truncated file raises 
 system's page cache are read first, then several threads read the other rows.
 
 A row's checksum also depends on the row's number and on a seed of the file, so a row copied from another place or from
-another file is refused.
-
-The checksums of a spill file are in memory. The checksums of a context file come after its rows. They are read in
-blocks of some thousands, when a row of the block is first read, and stay in memory. A writer of rows also writes their
-checksums to the file.
+another file is refused. The checksums of a spill file are in memory, those of a context file after its rows, too.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -34,7 +29,7 @@ from lce.cache.formats import KVFormat
 from lce.cache.movers import Numbers, runs
 from lce.errors import CapacityError, DataError
 from lce.files import named, unwritable
-from lce.system import executor
+from lce.system import lasting_executor
 
 CHECK_BYTES = 4  # the bytes of one row's checksum
 CHECK_BLOCK = 1 << 12  # the number of checksums in a block
@@ -66,8 +61,7 @@ class Checks:
     """Checksums of rows in memory, in blocks that are allocated when they are first used.
 
     If `n` is not 0, a file has the checksums of its `n` rows, too, from byte `start` on; a block is read from there.
-    The checksums depend on `seed`, a random number of the file. Contexts in several threads may share the checksums. No
-    lock is needed, because a block is made once and never replaced.
+    They depend on `seed`, a random number. Threads may share them: a block is made once and never replaced.
     """
 
     descriptor: int = -1
@@ -214,7 +208,7 @@ class RowFile:
             if n < len(data):
                 waiting.append((data[n:], offset + n))
         shares = [waiting[i::READERS] for i in range(min(READERS, len(waiting)))]
-        list((_readers().map if len(shares) > 1 else map)(self._read_all, shares))
+        list((lasting_executor(READERS, "lce-read").map if len(shares) > 1 else map)(self._read_all, shares))
 
     def _read_all(self, parts: Sequence[tuple[memoryview, int]]) -> None:
         for data, offset in parts:
@@ -288,14 +282,6 @@ def _rows_of(first: Numbers, size: int) -> Numbers:
     return rows
 
 
-@cache
-def _readers() -> Executor:
-    return executor(READERS, "lce-read")
-
-
-os.register_at_fork(after_in_child=_readers.cache_clear)  # a forked process does not have the threads
-
-
 def _by_block(rows: Numbers) -> Iterator[tuple[int, slice, Numbers]]:
     """Split `rows` where the block of checksums changes. Yield for each part: block, slice of `rows`, indices in it."""
     blocks = rows // CHECK_BLOCK
@@ -333,9 +319,8 @@ def fingerprints(rows: Tensor, places: Numbers) -> Tensor:
 
     The checksum is a hash of the inner product of the row's 64-bit words with odd weights. The high half of each word
     also counts as a word of its own: a product modulo 2^64 keeps little of a word's highest bits, so two flipped bits
-    there could cancel. `places [n]` are the rows' numbers plus the file's seed. `places` are hashed, too, so that a row
-    of another place or file is noticed. One damaged or exchanged row in 2^32 is not noticed. The checksum guards
-    against faulty disks and mistakes, not against forgery. Time: about that of copying the rows.
+    there could cancel. `places [n]` are the rows' numbers plus the file's seed. One damaged or exchanged row in 2^32 is
+    not noticed: this guards against faulty disks, not forgery. Time: about that of copying the rows.
     """
     words = rows.flatten(1).view(torch.int64)
     low, high = _weights(2 * words.shape[1]).chunk(2)

@@ -148,10 +148,7 @@ os.register_at_fork(before=_freeze_all)
 
 
 def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
-    """Move each buffer to a file in memory, unless forks can map its rows already, or the system has no such files.
-
-    `buffers` has, for each buffer, the number of rows to share, and the capacity in rows to have in the file.
-    """
+    """Move buffers, each with rows to share and a capacity, to a file in memory, unless forks can map them already."""
     moving, end = [], 0
     for x, n, capacity in buffers:
         if n and not x.can_share(n) and x.tensor.device.type == "cpu":

@@ -77,10 +77,7 @@ class PageIndex:
             self._numbers = np.pad(self._numbers, ((0, 0), (0, n_more)), constant_values=-1)
 
     def on_device(self, groups: slice, n_chunks: int) -> Tensor:
-        """Return a tensor on the device with the map's numbers of the first chunks of `groups`, `[groups, n_chunks]`.
-
-        Valid until the next change. Does not wait for the device.
-        """
+        """Return `[groups, n_chunks]` numbers on the device, valid until the next change. Does not wait for it."""
         self._cover(np.array([n_chunks - 1]))
         if not self._mover.asynchronous:
             return torch.from_numpy(self._numbers[groups, :n_chunks])
@@ -97,10 +94,7 @@ class PageIndex:
 
 @dataclass
 class Traffic:
-    """Counts of a tier's traffic: requested pages that the tier had (`hits`) or not (`misses`), bytes in and out.
-
-    `early` counts prefetched pages: pages of a layer's last request, fetched before the layer's next request.
-    """
+    """A tier's traffic: requested pages that it had (`hits`) or not, `early` ones (prefetched in time), and bytes."""
 
     hits: int = 0
     misses: int = 0
@@ -110,10 +104,7 @@ class Traffic:
 
 
 class Tier(ABC):
-    """A place for the pages of a context, in a chain of tiers: the tier `below` is slower.
-
-    The class methods are for layouts and memory plans. Their defaults fit a tier in the host's memory without a budget.
-    """
+    """A place for pages in a chain: the tier `below` is slower. Class methods are for layouts and memory plans."""
 
     rank: ClassVar[int] = 0  # the order in the chain below the device, fastest first; 0: not in `kinds`
     name: str  # the name for users

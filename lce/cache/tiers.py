@@ -176,13 +176,12 @@ class TierStack:
         if self._coming is None:
             return
         fetch, pages, slots = self._coming
-        fetch.finish()
-        if fetch.error is None:
+        if (error := fetch.finish()) is None:
             self.top.arrived(pages, slots)
             self.top.traffic.early += len(slots)
         self._coming = None
-        if fetch.error is not None and not isinstance(fetch.error, LceError):
-            raise fetch.error
+        if not isinstance(error, LceError | None):
+            raise error
 
     def write_down(self) -> None:
         """Copy all pages to the tier `bottom`, a file, except pages that are there already."""
@@ -199,10 +198,7 @@ class TierStack:
         self.top, self.pools = smaller.top, smaller.pools
 
     def fork(self, buffer_tokens: int = 0) -> TierStack:
-        """Return tiers for another context with the same pages and file.
-
-        Pages are first written to the file or, if it takes none, are copied to the other context's last pool.
-        """
+        """Return tiers for another context: the same pages, which are in the file, or copied to the last pool."""
         self.settle()
         if self.bottom.writable:
             self.write_down()

@@ -43,11 +43,7 @@ TURNS_SHOWN = 3  # A chat that goes on shows this many of its last turns.
 
 @dataclass
 class ChatLoop:
-    """A loop that reads messages and commands from stdin and writes answers to stdout.
-
-    A message is a line, the lines between two `QUOTES` or, at a terminal with readline, a pasted text. The prompt mark,
-    notes, progress and figures go to stderr.
-    """
+    """A loop that reads messages (lines, pasted texts, lines between `QUOTES`) and commands, and writes answers."""
 
     conversation: lce.Conversation
     output: Output
@@ -215,10 +211,7 @@ def turns_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, 
 
 
 def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) -> lce.Sampling:
-    """Return and print the sampling of a chat: the options `given`, else what the model recommends, else `MILD`.
-
-    If the given temperature is 0, sampling is greedy, and the model's recommendation is not used.
-    """
+    """Return and print a chat's sampling: the options `given`, else the model's own, else `MILD`; greedy at 0."""
     if given.get("temperature") == 0:
         return options.seeded(lce.Sampling(**given))
     own = engine.setup.recommended_sampling

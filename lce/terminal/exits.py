@@ -86,10 +86,7 @@ def load(point: EntryPoint) -> click.Command:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr safe to write: unencodable characters are replaced, a closed stream becomes /dev/null.
-
-    Under torchrun, with --ranks, each process runs the same command, and the first rank alone prints.
-    """
+    """Make stdout and stderr safe to write; a closed one becomes /dev/null. Of several ranks the first alone prints."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # it lives as long as the process

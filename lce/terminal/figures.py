@@ -149,11 +149,6 @@ def model_lines(model: ModelInfo) -> list[str]:
     return [*_table(rows.items()), *tensors, "", title, *_table((methods | refused).items())]
 
 
-def context_object(context: ContextInfo, ends: Sequence[str] | None) -> dict[str, Any]:
-    """Return a context file as JSON. `ends` are the beginning and the end of its text, or None if not decoded."""
-    return {"kind": "context", **plain(context), "text": ends}
-
-
 def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]:
     """Return a context file as text: its properties, and, if `ends` are given, the beginning and end of its text."""
     working = f"under work: {context.cached:,} tokens are read; prefill again to go on"
@@ -214,12 +209,6 @@ def _pairs(knobs: Mapping[str, Any]) -> str:
 def _table(rows: Collection[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def quantised_line(model: ModelInfo) -> str:
-    """Return the line that `lce quantize` prints at its end: the new checkpoint's size and bits per weight."""
-    bits = 8 * (model.weight_bytes or 0) / model.parameters
-    return f"lce: {named(model.folder)}: {size_text(model.weight_bytes or 0)}, {bits:.2f} bits a weight"
 
 
 def operations_object(counted: Operations) -> dict[str, Any]:

@@ -133,10 +133,7 @@ def new_file(path: str | None, force: bool) -> NewFile:
 
 
 def _check_target(path: str, force: bool) -> None:
-    """Raise `DataError` for a path that is not a regular file, and `UsageError` for an existing file unless `force`.
-
-    The command's `--context` may be replaced: `Context.save` finds out whether the file is still the same.
-    """
+    """Raise an error for a path that cannot be written. `--context` may be: `Context.save` looks if it is the same."""
     if path == "":
         raise UsageError("the file to write has no name; give one, for example document.lce")
     opened = click.get_current_context().params.get("context_file")
@@ -171,10 +168,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None, **how: Any) -> Decorator:
-    """Declare an option as help shows it, such as `flag("--max-tokens -n TOKENS", "Write at most this many tokens.")`.
-
-    `dest` is the name of the command's argument, by default the flag's name. `how` is passed on to `click.option`.
-    """
+    """Declare an option as help shows it, such as `"--max-tokens -n TOKENS"`; `how` is passed on to `click.option`."""
     words, how = usage.split(), how if default is None else how | {"default": default}
     flags = [word for word in words if word.startswith("-")]
     metavar = " ".join(words[len(flags) :]) or None
@@ -184,10 +178,7 @@ def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None,
 
 
 def flags_of(record: type[Record], *, defaults: bool = True, **more: dict[str, Any]) -> dict[str, Decorator]:
-    """Return flags by option name, for a record's options with help. Without `defaults`, every flag's default is None.
-
-    `more` has further arguments of `click.option`, by the option's name.
-    """
+    """Return flags for a record's options, by name. `more` has arguments of `click.option`; no `defaults`: None."""
     found = {}
     for name, each in options_of(record).items():
         if help := each.metadata.get("help"):

@@ -67,10 +67,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @dataclass
 class ProgressLines:
-    """A function that writes a line of progress now and then, for a stderr that is no terminal.
-
-    Example: `prefill 8,192 of 32,000, 1,504 tok/s, 16 s left`.
-    """
+    """A function that writes, where stderr is no terminal, `prefill 8,192 of 32,000, 1,504 tok/s, 16 s left`."""
 
     label: Label
     unit: str

@@ -81,11 +81,7 @@ RULES = {  # by the names of `tokenizer.ggml.pre`
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: Path) -> dict[str, bytes]:
-    """Return the files of the tokenizer in a GGUF file's metadata, by their names. `where` is named in errors.
-
-    Raises ModelError for metadata that is wrong or too large, and for a kind of tokenizer that lce does not read. The
-    default chat template alone is read.
-    """
+    """Return a tokenizer's files, by name, made of a file's metadata. Raises ModelError if it is wrong or unknown."""
     kind = metadata.get(key := "tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"{named(where)}: {key} is {shown(kind)}; expected 'gpt2' or 'llama'; {_FOLDER}")

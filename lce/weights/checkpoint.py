@@ -102,11 +102,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Find the weights and check every header. Raises ModelError if they are missing, damaged or not safetensors.
-
-        As in transformers, `model.safetensors` is taken first, else `model.safetensors.index.json` with its shards,
-        else a single other `*.safetensors` file.
-        """
+        """Find the weights, as transformers does, and check every header. Raises ModelError if one is damaged."""
         whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
         if not os.path.lexists(whole):
             if os.path.lexists(index):
@@ -343,10 +339,8 @@ class Checkpoint:
             name, n = wrong[0], len(wrong)
             fault = f"{n} wrong shapes: {shown(name)} is {list(published[name])}, expected {list(wanted[name])}"
         elif unread := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in BY_NAME]:
-            fault, remedy = (
-                f"expected weights in {', '.join(DTYPES)}, got {few(unread)}",
-                "use an unquantized checkpoint",
-            )
+            fault = f"expected weights in {', '.join(DTYPES)}, got {few(unread)}"
+            remedy = "use an unquantized checkpoint"
         if fault:
             raise ModelError(f"{named(self.folder)}: {fault}; {remedy}")
 

@@ -66,10 +66,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file, and those of the other shards if `path` is a shard, whichever one.
-
-    Raises ModelError if a header is wrong or does not fit its file, and for shards that are missing or do not match.
-    """
+    """Read the header of a GGUF file or of all shards. Raises ModelError if it is wrong, or a shard is missing."""
     file, header_bytes = _read_file(path)
     count = file.metadata.get("split.count", 0)  # 0 in a file that was merged of shards
     if count < 2:

@@ -34,11 +34,7 @@ _YARN = {  # keys of the file, and of config.json
 
 @dataclass(frozen=True)
 class Keys:
-    """The metadata of `file` under the keys that begin with `prefix`, such as `llama.`, which callers leave out.
-
-    A wrong value raises ModelError. A default of None means that the key must be there. `seen` has the keys that were
-    asked for.
-    """
+    """A file's metadata under keys with a prefix. Keys without a default must be there. `seen` has those asked for."""
 
     file: GgufFile
     prefix: str
@@ -108,10 +104,7 @@ def rope_parameters(keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Return the llama3 scaling that gives the file's divisors, which show the window's ratios to the factors alone.
-
-    In all published models the factors are 1 and 4, and the window is a power of two.
-    """
+    """Return the llama3 scaling of the divisors. All models have factors 1 and 4 and a power of two as the window."""
     divisors = _divisors(file, head_dim)
     factor = decimal(float(divisors[-1]))
     turns = theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)

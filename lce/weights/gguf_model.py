@@ -115,10 +115,7 @@ class Llama:
         return f"blk.0.{name}.bias" in self.file.tensors
 
     def tensors(self) -> tuple[dict[str, TensorInfo], dict[str, NDArray[np.int64]]]:
-        """Return the tensors by their published names, and the order of rows of each tensor that is stored in another.
-
-        Row i of a published tensor is row `orders[name][i]` of the stored tensor. Raises ModelError for an unknown one.
-        """
+        """Return the tensors by published name, and for tensors whose rows are exchanged the stored row of each row."""
         found, orders, unknown = {}, {}, []
         for stored, info in self.file.tensors.items():
             block = _BLOCK.fullmatch(stored)

@@ -56,11 +56,7 @@ class Exploded:
 
 @dataclass(frozen=True)
 class GgufType:
-    """A type: its `name` and its `number` in files. `size` weights take `n_bytes`.
-
-    `codes` are the least and the largest code of a quantised type. It is None for F32, F16 and BF16, which have no
-    blocks.
-    """
+    """A type: `size` weights take `n_bytes`. `codes` are the least and the largest code; None for plain floats."""
 
     name: str
     number: int
@@ -71,11 +67,7 @@ class GgufType:
     _layout: np.dtype[Any] | None = field(default=None, repr=False)
 
     def explode(self, raw: NDArray[np.uint8]) -> Exploded:
-        """Return the codes and scales of the blocks `raw [n, n_bytes]`. Only for a quantised type.
-
-        A core does 1.5 GB of Q4_K a second in pieces of 2^18 weights. NumPy works without Python's lock, so that
-        threads can share a tensor's pieces.
-        """
+        """Return the codes and scales of blocks `raw [n, n_bytes]`: 1.5 GB a second, without Python's lock."""
         assert self._explode is not None, f"{self.name} has no blocks"
         assert self._layout is not None
         return self._explode(np.ascontiguousarray(raw).view(self._layout)[:, 0])
@@ -88,10 +80,7 @@ class GgufType:
         return (found.astype(np.uint32) << 16).view(np.float32) if self.name == "BF16" else found.astype(np.float32)
 
     def largest(self, exploded: Exploded) -> NDArray[np.float32]:
-        """Return, for each block, a bound of its weights' absolute values, from its scales and `codes` alone.
-
-        It is NaN or infinite exactly if a scale is, or if the largest code would overflow float32 (only MXFP4's can).
-        """
+        """Return a bound of each block's absolute weights, from its scales; NaN or infinite only if a weight can be."""
         assert self.codes is not None
         scales, low = exploded._products(exploded.d, exploded.sub), exploded._products(exploded.dmin, exploded.submin)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -128,11 +117,7 @@ def _looked_up(packed: NDArray[np.uint8], table: tuple[int, ...]) -> NDArray[np.
 
 
 def _k_scales(x: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return `sub` and `submin [n, 8]` of Q4_K and Q5_K, of six bits each.
-
-    The first four lie in the low bits of words 0 and 1. The others lie in the nibbles of word 2, and their two upper
-    bits in the high bits of words 0 and 1.
-    """
+    """Return the six-bit `sub` and `submin [n, 8]` of Q4_K and Q5_K. The last four of each have bits in all words."""
     *lower, mixed = x["scales"].T
     pairs = [(word & 0x3F3F3F3F, mixed >> 4 * i & 0x0F0F0F0F | word >> 2 & 0x30303030) for i, word in enumerate(lower)]
     sub, submin = (np.stack(pair, axis=1).view(np.uint8) for pair in pairs)

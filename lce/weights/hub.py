@@ -95,10 +95,7 @@ def hub_source(model: HubId, *, metadata_only: bool) -> Source:
 
 
 def _found(model: HubId, revision: str, small_only: bool, *, weights: bool, ask: bool = True) -> Source:
-    """Return the model of a revision: from the cache if it has all that is needed, else from the hub.
-
-    If the hub cannot be asked, a model in the cache is taken although files of its tokenizer may be missing.
-    """
+    """Return a model: from the cache if it has all, else from the hub; offline also without files of the tokenizer."""
     found, cache = None, f"the hub's cache, {cache_folder()}"
     absent = f"{model} is no file or folder{_hint(model.repo)}, and is not in {cache}"
     if (cached := Snapshot.cached(model, revision, small_only)) is not None:
@@ -142,15 +139,12 @@ class Unreachable(ModelError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The files of one commit: those in the cache, or with `sizes` those on the hub, which `fetch` downloads.
-
-    `names` are relative to `folder`. With `small_only`, `fetch` downloads no weights.
-    """
+    """The files of a commit, by their `names` in `folder`: in the cache or, with `sizes`, on the hub, to be fetched."""
 
     id: HubId
     commit: str
     names: frozenset[str] = field(repr=False)
-    small_only: bool
+    small_only: bool  # whether `fetch` downloads no weights
     sizes: Mapping[str, int] | None = field(default=None, repr=False)
 
     @classmethod

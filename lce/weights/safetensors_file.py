@@ -71,10 +71,7 @@ Copies = list[tuple[Tensor, Tensor]]  # pairs of a tensor to write and what to c
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor: bytes `start` to `stop` of `file`, counted from the beginning of the file.
-
-    `checks` has the checksum of each `PIECE` of the bytes; it is empty if the file has no checksums.
-    """
+    """A stored tensor: bytes `start` to `stop` of `file`, and the checksums of their `PIECE`s, if the file has them."""
 
     file: Path
     dtype: str
@@ -101,10 +98,7 @@ def other_file(folder: Path) -> Path:
 
 
 def only_name(names: Sequence[str], where: str) -> str:
-    """Return the only safetensors file among the `names` of a folder, which errors call `where`.
-
-    `model*` is preferred to Mistral's own `consolidated*`, whose tensors are not named as in transformers.
-    """
+    """Return the only safetensors file in `names`. Mistral's `consolidated*`, with other tensor names, comes last."""
     found = [name for name in names if name.endswith(".safetensors")]
     own = [name for name in found if not name.startswith(("consolidated", "adapter"))]
     best = [name for name in own if name.startswith("model")] or own or found
@@ -281,10 +275,7 @@ def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Map
 
 
 def read_ahead(reads: Iterable[Callable[[], Copies]]) -> None:
-    """Run functions that read pieces, in `READERS` threads, and make the copies that each returns, in their order.
-
-    At most `2 * READERS` pieces are read and not copied yet. The next function is asked for after that.
-    """
+    """Run `reads` in `READERS` threads, and make the copies that each returns, in order. At most `2 * READERS` wait."""
     pool, reading = executor(READERS, "lce-weights"), deque[Future[Copies]]()
 
     def deliver() -> None:

@@ -133,13 +133,7 @@ class GgufSource(Source):
     def headers(self) -> Checkpoint:
         return self.checkpoint
 
-    @property
-    def is_model(self) -> bool:
-        return True
-
-    @property
-    def has_weights(self) -> bool:
-        return True
+    is_model = has_weights = True
 
     @property
     def maps_file(self) -> Path:

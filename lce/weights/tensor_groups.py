@@ -28,10 +28,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The tensors of a checkpoint that have one kind, such as "attention q", and one type, such as "Q4_K" or "BF16".
-
-    A quantised matrix counts as one tensor; its type is the name of its scheme or of its GGUF type.
-    """
+    """Tensors of one kind, such as "attention q", and one type, such as "Q4_K"; a quantised matrix counts as one."""
 
     kind: str
     type: str

@@ -666,7 +666,6 @@ def test_an_interruption_at_any_bytecode_loses_no_work_of_a_fetch() -> None:
         done: list[str] = []
         fetch = Fetch(lambda done=done: done.append(threading.current_thread().name))  # type: ignore[misc]
         interrupted(lambda fetch=fetch: use(fetch), place, nth)  # type: ignore[misc]
-        fetch.finish()
+        assert fetch.finish() is None
         assert done
         assert len({name for name in done if name.startswith("lce-fetch")}) <= 1
-        assert fetch.error is None

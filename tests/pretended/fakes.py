@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lce.cache import pool
 from lce.kernels.cuda import launching
+from lce.system import lasting_executor
 from tests.pretended.device import Gpus
 from tests.pretended.streams import Capture, CUDAGraph
 from tests.pretended.tensor import Mode, PretendedTensor, unwrapped
@@ -35,13 +36,13 @@ def pretended_gpus(
         patch.setattr(launching, "installed", lambda: triton)
         patch.setattr(launching, "missing", lambda: None if triton else "Triton")
         torch._C._set_only_lift_cpu_tensors(True)
-        pool._thread.cache_clear()  # a thread keeps the GPUs with which it began
+        lasting_executor.cache_clear()  # a thread keeps the GPUs with which it began
         try:
             with Mode(gpus):
                 yield gpus
         finally:
-            pool._thread().shutdown()
-            pool._thread.cache_clear()
+            lasting_executor(1, pool.FETCHER).shutdown()
+            lasting_executor.cache_clear()
             torch._C._set_only_lift_cpu_tensors(before)
     assert not gpus.faults, gpus.faults
 
