@@ -136,8 +136,7 @@ class FamilyTests:
         truth = saved.logits
         for block in (None, 1, 7, 64):
             logits = lce.load(saved.folder, block=block).logits(saved.ids)
-            assert logits.shape == (N, VOCAB)
-            assert logits.dtype == torch.float32
+            assert (logits.shape, logits.dtype) == ((N, VOCAB), torch.float32)
             assert difference(logits, truth) <= 1e-4, block
 
     def test_what_makes_the_kind_makes_a_difference(self, saved: Saved, tmp_path: Path) -> None:

@@ -33,9 +33,7 @@ def test_python_dash_m() -> None:
 def test_the_text_alone_goes_to_stdout(tiny_model: Path) -> None:
     result = run("generate", "--model", tiny_model, "--prompt", PROMPT, "--max-tokens", "7")
     expected = lce.load(tiny_model).generate(PROMPT, max_tokens=7)
-    assert result.exit_code == 0
-    assert result.stdout == expected.text + "\n"
-    assert result.stderr.count("\n") == 1
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (0, expected.text + "\n", 1)
     for figure in (f"{expected.stats.prompt_tokens} prompt tokens", "prefill", "first token", "decode", "peak memory"):
         assert figure in result.stderr
 
@@ -97,8 +95,7 @@ def test_plan_as_a_table_and_as_json(tmp_path: Path) -> None:
 def test_plan_says_what_does_not_fit() -> None:
     args = ("plan", "--model", "demo", "--tokens", "4k", "--kv-host-budget", "1MiB")
     result = run(*args)
-    assert result.exit_code == 4
-    assert result.stdout.splitlines()[-1] == "It does not fit. The longest is 0 tokens."
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (4, "It does not fit. The longest is 0 tokens.")
     assert re.match(r"lce: error: 4,096 tokens need \d+\.\d MiB of memory", result.stderr)
     assert result.stderr.count("\n") == 1
     refused = run(*args, "--json")

@@ -23,8 +23,7 @@ def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for data in (b"first", b"", b"third" * 100_000):
         files.write_whole(path, data)
-        assert path.read_bytes() == data
-        assert os.listdir(tmp_path) == ["file"]
+        assert (path.read_bytes(), os.listdir(tmp_path)) == (data, ["file"])
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace", "unlink"])
@@ -41,8 +40,7 @@ def test_a_failure_leaves_the_earlier_contents(tmp_path: Path, step: str, monkey
     with pytest.raises(CapacityError, match=r"^cannot write .*/file: No space left on device; free some space"):
         files.write_whole(path, b"after")
     monkeypatch.undo()
-    assert path.read_bytes() == b"before"
-    assert os.listdir(tmp_path) == ["file"]
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"before", ["file"])
 
 
 def test_a_file_that_is_not_locked_yet_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,7 @@ def test_the_tile_of_each_choice() -> None:
 def test_chunks_of_a_buffer_are_tiles_without_a_copy() -> None:
     k, v = random(2, 3, 4, 16, seed=1), random(2, 3, 4, 16, seed=2)
     tiles = Tiles.of_chunks(k, v)
-    assert tiles.index.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert tiles.k.data_ptr() == k.data_ptr()
+    assert (tiles.index.tolist(), tiles.k.data_ptr()) == ([[0, 1, 2], [3, 4, 5]], k.data_ptr())
     assert torch.equal(tiles.v[4], v[1, 1])
 
 

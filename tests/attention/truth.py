@@ -88,9 +88,7 @@ def slots(turns: Turn) -> SlotTurns:
 
 
 def assert_same(part: Attended, truth: Attended, tolerance: float = 3e-5) -> None:
-    assert part[0].shape == truth[0].shape
-    assert part[1].shape == truth[1].shape
-    assert part[1].dtype == torch.float32
+    assert (part[0].shape, part[1].shape, part[1].dtype) == (truth[0].shape, truth[1].shape, torch.float32)
     torch.testing.assert_close(part[0].cpu().double(), truth[0], rtol=0, atol=tolerance)
     torch.testing.assert_close(part[1].cpu().double(), truth[1], rtol=0, atol=tolerance)
 

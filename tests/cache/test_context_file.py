@@ -165,8 +165,7 @@ def test_a_restored_cache_goes_on_like_the_original(called: str, n: int, budgete
     if budgeted:
         layout = replace(layout, budgets=Budgets(host=Limits(layout).least_budget, spill_dir=tmp_path / "spill"))
     cache = again(path, layout, n)
-    assert cache.growing == budgeted
-    assert cache.in_file == (0 if budgeted else layout.old(n))
+    assert (cache.growing, cache.in_file) == (budgeted, 0 if budgeted else layout.old(n))
     check(cache, n)
     append(cache, 150)
     fork = cache.fork()
@@ -265,8 +264,7 @@ def test_a_disk_without_the_space_leaves_no_file(tmp_path: Path, monkeypatch: py
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CapacityError, match=r"^cannot write .*draft: No space left on device; free some space or n"):
         Draft.create(tmp_path / "draft", FileLayout(LAYOUT, N))
-    assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert (list(tmp_path.iterdir()), len(os.listdir("/proc/self/fd"))) == ([], before)
 
 
 @pytest.fixture
@@ -291,8 +289,7 @@ def test_rows_of_another_shape_are_refused(file: Path) -> None:
 def test_a_digest_is_of_names_kinds_shapes_and_numbers() -> None:
     x = torch.arange(6.0)
     others = ({"b": x}, {"a": x.double()}, {"a": x.view(2, 3)}, {"a": x + 1}, {"a": x, "b": x}, {})
-    assert digest({"a": x}) == digest({"a": x.clone()})
-    assert digest({"a": x, "b": -x}) == digest({"b": -x, "a": x})
+    assert (digest({"a": x}), digest({"a": x, "b": -x})) == (digest({"a": x.clone()}), digest({"b": -x, "a": x}))
     assert len({digest(other) for other in ({"a": x}, *others)}) == 7
     assert digest({"a": torch.zeros(2, 3).T}) == digest({"a": torch.zeros(3, 2)})
 

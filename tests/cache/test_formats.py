@@ -88,8 +88,7 @@ def test_pages_are_found_again_in_their_rows(kind: type[KVFormat], heads: int, d
     if kind.on_device:
         k, v = (torch.randint(0, 255, x.shape, dtype=ROW) for x in (k, v))
     rows = format.pack(k, v)
-    assert tuple(rows.shape) == (4, format.page_rows, *format.row_shape)
-    assert rows.dtype == format.row_dtype
+    assert (tuple(rows.shape), rows.dtype) == ((4, format.page_rows, *format.row_shape), format.row_dtype)
     assert rows.nbytes == 4 * format.page_bytes
     whole = torch.stack(format.unpack(rows), dim=1)
     if not format.rounds:

@@ -265,8 +265,7 @@ def test_a_cache_that_outgrows_its_budget_becomes_tiered(tmp_path: Path) -> None
     assert all(layer.buffer.capacity == Limits(layout).recent_tokens for layer in cache.layers)
     assert all(120 - layer.buffer.first >= layout.access.local for layer in cache.layers)
     assert_has(cache, text(120))
-    assert list(cache.traffic) == ["device", "disk"]
-    assert (copy.stacks, cache.in_file) == ([], 0)
+    assert (list(cache.traffic), (copy.stacks, cache.in_file)) == (["device", "disk"], ([], 0))
     assert_has(copy, text(Limits(layout).resident_tokens))
     with pytest.raises(AssertionError, match="everything is in the buffer"):
         _ = copy.layers[0].tiers

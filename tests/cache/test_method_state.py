@@ -90,8 +90,7 @@ def test_the_row_of_a_token_whose_index_the_device_knows() -> None:
         assert torch.equal(recent.span(max(0, i - 3), i + 1), counted(min(4, i + 1), max(0, i - 3)))
     summaries = Summaries(24, 4)
     summaries.write(counted(5), 0)
-    assert summaries.allocated(9).shape == (2, 9, 3)
-    assert summaries.allocated(999).shape == (2, 16, 3)
+    assert (summaries.allocated(9).shape, summaries.allocated(999).shape) == ((2, 9, 3), (2, 16, 3))
 
 
 @given(data=st.data())
@@ -157,8 +156,6 @@ def test_recent_rows_that_are_made_again_are_named() -> None:
     assert list(recent.missing(0)) == []
     recent.write(torch.zeros(2, 9, 3), 0)
     recent.write(torch.zeros(2, 9, 3), 9)
-    assert list(recent.missing(18)) == []
-    assert recent.nearest(5, 18) == 5
+    assert (list(recent.missing(18)), recent.nearest(5, 18)) == ([], 5)
     back = recent.as_of(recent.mark(5))
-    assert list(back.missing(5)) == [1, 2, 3, 4]
-    assert RecentRows(4, 24).nearest(5, 18) == 0
+    assert (list(back.missing(5)), RecentRows(4, 24).nearest(5, 18)) == ([1, 2, 3, 4], 0)

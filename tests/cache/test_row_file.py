@@ -130,11 +130,9 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     code = "print(int(file.read(numpy.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
     folder = tmp_path / "a" / "b"
     with start(WRITTEN + code, folder) as process:
-        assert process.line() == "8000\n"
-        assert list(folder.iterdir()) == []
+        assert (process.line(), list(folder.iterdir())) == ("8000\n", [])
         process.kill()
-    assert process.returncode == -9
-    assert list(folder.iterdir()) == []
+    assert (process.returncode, list(folder.iterdir())) == (-9, [])
 
 
 @pytest.mark.parametrize("what", ["a file", "below a file", "read-only"])

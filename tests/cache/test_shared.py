@@ -166,9 +166,7 @@ def test_a_process_that_is_forked_keeps_its_own(monkeypatch: pytest.MonkeyPatch)
     os.close(from_child)
     os.close(to_parent)
     read(cache, [2] * 8)
-    assert int(said) == 9 * 7 + 30
-    assert int(cache.layers[0].buffer.k[0, 30, 0]) == 2 * 7 + 30
-    assert fork.length == 30
+    assert (int(said), int(cache.layers[0].buffer.k[0, 30, 0]), fork.length) == (9 * 7 + 30, 2 * 7 + 30, 30)
 
 
 def test_where_memory_cannot_be_shared_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

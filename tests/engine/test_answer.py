@@ -44,8 +44,7 @@ def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[st
     cut = first_stop(text, stops)
     watch = StopWatch(stops)
     said = "".join([*map(watch.push, pieces), watch.finish()])
-    assert said == (text if cut is None else text[:cut])
-    assert watch.stopped == (cut is not None)
+    assert (said, watch.stopped) == (text if cut is None else text[:cut], cut is not None)
 
 
 @given(text=SHORT, stops=STOPS)
@@ -83,8 +82,7 @@ class Script:
         while not answer.done:
             pieces.append(answer.take(self.logits()))
         result = answer.result
-        assert result.text == "".join(pieces)
-        assert result.stats.generated_tokens == len(result.token_ids)
+        assert (result.text, result.stats.generated_tokens) == ("".join(pieces), len(result.token_ids))
         return [piece for piece in pieces if piece], result
 
 
@@ -95,9 +93,7 @@ def test_an_end_token_ends_the_text_and_is_not_in_it(tokenizer: Tokenizer) -> No
     ids = tokenizer.encode(TEXT, bos=False)
     for end in (EOS, 299):
         pieces, result = Script([*ids, end, *ids]).run(tokenizer)
-        assert result.text == TEXT
-        assert result.token_ids == ids
-        assert result.finish_reason == "stop"
+        assert (result.text, result.token_ids, result.finish_reason) == (TEXT, ids, "stop")
         assert len(pieces) > 10
 
 
@@ -111,8 +107,7 @@ def test_stop_strings_lie_across_tokens_as_they_like(data: st.DataObject, tokeni
     script = Script(ids)
     _, result = script.run(tokenizer, [*also, stop])
     cut = first_stop(TEXT, [*also, stop])
-    assert result.text == TEXT[:cut]
-    assert result.finish_reason == "stop"
+    assert (result.text, result.finish_reason) == (TEXT[:cut], "stop")
     assert script.calls == len(result.token_ids), "not a token is drawn beyond the stop string"
     assert first_stop(tokenizer.decode(result.token_ids[:-1]), [*also, stop]) is None
 
@@ -121,8 +116,7 @@ def test_a_stop_string_that_never_ends_is_said_after_all(tokenizer: Tokenizer) -
     ids = tokenizer.encode(TEXT, bos=False)
     for tokens, limit, reason in (([*ids, EOS], 999, "stop"), (ids, len(ids), "length")):
         _, result = Script(tokens).run(tokenizer, [". And", "moon.x"], limit)
-        assert result.text == TEXT
-        assert result.finish_reason == reason
+        assert (result.text, result.finish_reason) == (TEXT, reason)
 
 
 def test_a_call_that_fails_takes_nothing(tokenizer: Tokenizer) -> None:
@@ -155,6 +149,5 @@ def test_candidates_are_listed_as_greedy_sampling_draws_them(n: int) -> None:
         drawn.append(int(rest.argmax()))
         rest[drawn[-1]] = -torch.inf
     entry = logprobs_of(logits, 200, n)
-    assert [token for token, _ in entry.top] == drawn
-    assert drawn[:3] == [200, 7, 40][:n]
+    assert ([token for token, _ in entry.top], drawn[:3]) == (drawn, [200, 7, 40][:n])
     assert entry.top == [(token, float(logits.log_softmax(-1)[token])) for token in drawn]

@@ -224,7 +224,6 @@ def test_dtypes_and_devices_may_be_pytorchs_own(tiny_model: Path) -> None:
     assert (engine.setup.dtype, engine.setup.device.type) == (torch.bfloat16, "cpu")
     assert (engine.setup.block, engine.window) == (1024, 4096)
     plain = lce.load(tiny_model, dtype=None, device=None, attention=None)
-    assert plain.setup.dtype == torch.float32
-    assert lce.plan(tiny_model, tokens="2k", dtype=torch.float16).tokens == 2048
+    assert (plain.setup.dtype, lce.plan(tiny_model, tokens="2k", dtype=torch.float16).tokens) == (torch.float32, 2048)
     with pytest.raises(lce.UsageError, match=r"unknown dtype torch\.int8"):
         lce.load(tiny_model, dtype=torch.int8)

@@ -121,9 +121,7 @@ def test_a_prompt_that_continues_a_kept_context_reads_only_the_rest(batch: Batch
     context = engine.prefill(first)
     assert facts(one) == facts(engine.generate([], context=context, max_tokens=8))
     assert facts(two) == facts(engine.generate(more, context=context, max_tokens=8, logprobs=1))
-    assert one.stats.read_before == 0
-    assert two.stats.read_before == 107
-    assert two.stats.prompt_tokens == 128
+    assert (one.stats.read_before, two.stats.read_before, two.stats.prompt_tokens) == (0, 107, 128)
 
 
 @pytest.mark.parametrize("method", ["infllm", "esa", "longheads", "streaming"])
@@ -136,8 +134,7 @@ def test_a_method_that_cannot_go_back_continues_too(method: str, batch: Batch) -
     two = finish(batch.stream([*first, *one.token_ids, *more], **how))
     context = engine.prefill(first)
     engine.generate([], context=context, max_tokens=8)
-    assert facts(two) == facts(engine.generate(more, context=context, max_tokens=8))
-    assert two.stats.read_before == 157
+    assert (facts(two), two.stats.read_before) == (facts(engine.generate(more, context=context, max_tokens=8)), 157)
     other = tokens(20, seed=2)
     three = finish(batch.stream([*first, *other], **how))  # goes back to the end of `first`, as far as it can
     context = engine.prefill(first)
@@ -173,8 +170,7 @@ def test_named_contexts_are_read_once_and_stay(batch: Batch, tmp_path: Path) -> 
     found = [finish(stream) for stream in asked]
     for i, each in enumerate(found):
         truth = alone(batch, tokens(5, seed=i), context=lce.Engine(batch.setup).prefill(text), max_tokens=6)
-        assert facts(each) == facts(truth)
-        assert each.stats.prompt_tokens == 5
+        assert (facts(each), each.stats.prompt_tokens) == (facts(truth), 5)
     assert len(batch.contexts["book"]) == 80
     batch.contexts["book"].save(tmp_path / "book.lce")
     batch.add_context("again", tmp_path / "book.lce")
@@ -248,8 +244,7 @@ def test_two_of_the_same_name_and_one_that_is_cancelled(batch: Batch) -> None:
         finish(streams[1])
     stream = batch.make_context("more", tokens(3000))
     stream.cancel()
-    assert finish(stream).finish_reason == "cancelled"
-    assert list(batch.contexts) == ["book"]
+    assert (finish(stream).finish_reason, list(batch.contexts)) == ("cancelled", ["book"])
 
 
 @pytest.mark.parametrize("method", ["full", "longheads"])
@@ -276,8 +271,7 @@ def test_a_named_context_is_read_on_for_the_caller(batch: Batch) -> None:
     stream = batch.read(tokens(9), context="book")
     finish(stream)
     assert stream.context is not None
-    assert stream.context.token_ids == [*tokens(60), *tokens(9)]
-    assert lce.Engine(stream.setup).method.name == "streaming"
+    assert (stream.context.token_ids, lce.Engine(stream.setup).method.name) == ([*tokens(60), *tokens(9)], "streaming")
     assert len(batch.contexts["book"]) == 60
     cancelled = batch.read(tokens(3000))
     cancelled.cancel()
@@ -334,8 +328,7 @@ def test_a_request_is_cancelled_at_any_moment(batch: Batch) -> None:
     until(lambda: request.state == "done")
     for stream in busy:
         stream.cancel()
-    assert {finish(stream).finish_reason for stream in busy} == {"cancelled"}
-    assert batch.gauges()["running"] == 0
+    assert ({finish(stream).finish_reason for stream in busy}, batch.gauges()["running"]) == ({"cancelled"}, 0)
 
 
 def test_what_a_cancelled_request_read_stays_cached(batch: Batch) -> None:

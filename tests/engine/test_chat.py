@@ -86,8 +86,7 @@ def test_a_turn_reads_only_what_is_new(load: Callable[..., lce.Engine], name: st
         total += conversation.tokens_read
         assert reply.stats.prompt_tokens == conversation.tokens_read
         read, said = read_and_said(conversation, reply)
-        assert said == reply.token_ids
-        assert len(read) == total
+        assert (said, len(read)) == (reply.token_ids, total)
         first = first or conversation.context
         assert conversation.context is first
         assert engine.generate(read, max_tokens=12).token_ids == reply.token_ids
@@ -207,9 +206,7 @@ def test_whatever_happens_the_context_holds_what_the_template_writes(
         if action != "reset":
             assert conversation.messages[: len(messages)] == messages
     read, said = read_and_said(conversation, reply)
-    assert said == reply.token_ids
-    assert read[: len(before)] == before
-    assert engine.generate(read, max_tokens=6).token_ids == said
+    assert (said, read[: len(before)], engine.generate(read, max_tokens=6).token_ids) == (reply.token_ids, before, said)
     written = conversation.setup.tokenizer.render_chat(conversation.messages[:-1], following=behind).text
     assert words(engine.tokenizer.decode(read[len(before) :], skip_special=False)) == words(written)
 

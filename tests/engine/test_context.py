@@ -86,8 +86,7 @@ def test_a_context_belongs_to_its_engine(engine: lce.Engine, tiny_model: Path) -
         with pytest.raises(lce.UsageError, match="made by another engine"):
             call("x", context=context)
     assert context.fork().files is context.files is not twin.setup.files
-    assert context.files.identity.facts == twin.setup.identity.facts
-    assert len(context) == 10
+    assert (context.files.identity.facts, len(context)) == (twin.setup.identity.facts, 10)
 
 
 def test_a_fingerprint_is_read_when_needed(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +99,7 @@ def test_a_fingerprint_is_read_when_needed(tiny_model: Path, tmp_path: Path, mon
     for _ in range(2):
         context.save(tmp_path / "c.lce")
         engine.open_context(tmp_path / "c.lce")
-    assert len(calls) == 1
-    assert engine.setup.fingerprint == fingerprint(calls[0])
+    assert (len(calls), engine.setup.fingerprint) == (1, fingerprint(calls[0]))
 
 
 class Interrupted(Exception):
@@ -203,8 +201,7 @@ def test_a_question_that_fails_takes_no_word_of_the_last_answer_along(fragile: l
     FUSE.left = 1
     with pytest.raises(Interrupted):
         fragile.prefill(question, context=context)
-    assert context.token_ids == start + answer
-    assert context.uncached == answer[-1:]
+    assert (context.token_ids, context.uncached) == (start + answer, answer[-1:])
     for each in (context, fork):
         fragile.prefill(question, context=each)
     assert_same(context, contents(fork))
@@ -220,8 +217,7 @@ def test_a_failure_while_writing_loses_no_token(fragile: lce.Engine) -> None:
         with pytest.raises(Interrupted):
             list(stream)
         said = stream.result.token_ids
-        assert len(said) == (call + 1) // 2
-        assert context.token_ids == start + said
+        assert (len(said), context.token_ids) == ((call + 1) // 2, start + said)
         said = said + fragile.generate([], max_tokens=10 - len(said), context=context).token_ids
         assert said == answer
 
@@ -291,8 +287,7 @@ def test_a_truncated_context_goes_on(tiny_model: Path, tmp_path: Path, name: str
     engine.generate([], max_tokens=5, context=context)  # its last token is not read yet
     for n in (154, 149, 148, 96, 33, 1):
         context.truncate(n)
-        assert len(context) == n
-        assert context.token_ids[:150] == ids[:n]
+        assert (len(context), context.token_ids[:150]) == (n, ids[:n])
         fork = context.fork()
         logits = engine.prefill([], context=fork).logits
         assert (logits - engine.logits(fork.token_ids)[-1]).abs().max() <= 1e-4
@@ -383,9 +378,7 @@ def test_with_closes_a_context_and_frees_its_files_at_once(tiny_model: Path, tmp
         assert context.cache.bytes_by_tier["disk"]
         assert open_files()
     assert weak() is None
-    assert open_files() == []
-    assert list(tmp_path.iterdir()) == []
-    assert repr(context) == "Context(300 tokens, closed)"
+    assert (open_files(), list(tmp_path.iterdir()), repr(context)) == ([], [], "Context(300 tokens, closed)")
     context.close()
     for call in (
         context.fork,

@@ -187,8 +187,7 @@ def test_the_file_is_smaller_and_says_so(engine: lce.Engine, tmp_path: Path) -> 
     told: list[tuple[int, int]] = []
     engine.prefill_file(DOCUMENT, whole)
     stats = engine.prefill_file(DOCUMENT, half, keep=0.5, progress=lambda *x: told.append(x))
-    assert told[-1] == (2 * N, 2 * N)
-    assert told == sorted(told)
+    assert (told[-1], told) == ((2 * N, 2 * N), sorted(told))
     assert min(stats.prefill_s, stats.more_s["evict"]) > 0
     rows = [json.loads(json.dumps(read_header(path)[0]["layers.1.kv"].shape)) for path in (whole, half)]
     assert [x[1] for x in rows] == [N, N // 2]
@@ -202,8 +201,7 @@ def test_the_file_is_smaller_and_says_so(engine: lce.Engine, tmp_path: Path) -> 
     engine.prefill(QUESTION, context=opened)
     for path in (again, half):
         other = engine.open_context(path)
-        assert other.token_ids == opened.token_ids
-        assert other.cache.evicted == (N, N // 2)
+        assert (other.token_ids, other.cache.evicted) == (opened.token_ids, (N, N // 2))
         assert torch.equal(other.logits, opened.logits)
 
 
@@ -233,8 +231,7 @@ def test_forks_and_going_back(engine: lce.Engine, kept: lce.Context) -> None:
         engine.generate("", context=fork)
     with pytest.raises(UsageError, match="cannot go back"):
         fork.truncate(0)
-    assert engine.generate(QUESTION, context=fork, max_tokens=6).token_ids == said
-    assert len(kept) == N
+    assert (engine.generate(QUESTION, context=fork, max_tokens=6).token_ids, len(kept)) == (said, N)
 
 
 def test_a_failure_changes_no_context(engine: lce.Engine, kept: lce.Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +250,7 @@ def test_tokens_that_are_not_read_yet_are_read_first(engine: lce.Engine) -> None
     engine.generate(QUESTION, context=context, max_tokens=4)
     assert context.uncached
     kept = engine.evict(context, 0.5)
-    assert kept.token_ids == context.token_ids
-    assert kept.cache.n_tokens == len(kept)
+    assert (kept.token_ids, kept.cache.n_tokens) == (context.token_ids, len(kept))
     assert kept.logits is not None
 
 

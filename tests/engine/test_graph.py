@@ -20,32 +20,20 @@ from lce.attention.compiled import Compiled
 from lce.engine.graph import Work, one_by_one
 from lce.engine.running import read
 from lce.kernels.cuda import launching
-from lce.methods import (
-    Delta,
-    DualChunk,
-    Full,
-    LMInfinite,
-    LongHeads,
-    Method,
-    Quest,
-    ReRope,
-    SelfExtend,
-    Streaming,
-    XAttention,
-)
+from lce.methods import Full, LongHeads, Method, Quest, ReRope, SelfExtend
 from lce.methods.step import Step
 from tests.pretended import Gpus
 
 METHODS = {"full": Full(), "longheads": LongHeads(chunk_size=8, chunks=4), "rerope": ReRope(local=10)}
 MORE: dict[str, Method] = {
     **METHODS,
-    "streaming": Streaming(),
-    "dca": DualChunk(),
+    "streaming": lce.methods.Streaming(),
+    "dca": lce.methods.DualChunk(),
     "quest": Quest(page=8, budget=32, dense_layers=1),
     "self_extend": SelfExtend(local=10),
-    "lm_infinite": LMInfinite(local=30),
-    "delta": Delta(method="longheads:chunk_size=8:chunks=4:placement=true", every=8),
-    "xattention": XAttention(block_size=16),
+    "lm_infinite": lce.methods.LMInfinite(local=30),
+    "delta": lce.methods.Delta(method="longheads:chunk_size=8:chunks=4:placement=true", every=8),
+    "xattention": lce.methods.XAttention(block_size=16),
     "shared": LongHeads(chunk_size=8, chunks=4, share="group", placement="constant"),
 }
 PROMPT = [(7 * i * i + 3) % 250 + 10 for i in range(50)]
@@ -117,8 +105,7 @@ def on_gpu(folder: Path, method: Method, dtype: str) -> list[tuple[list[int], Te
 
 
 def same_state(one: lce.Context, other: lce.Context) -> None:
-    assert one.token_ids == other.token_ids
-    assert one.cache.length == other.cache.length
+    assert (one.token_ids, one.cache.length) == (other.token_ids, other.cache.length)
     n = one.cache.length
     for a, b in zip(one.cache.layers, other.cache.layers, strict=True):
         for x, y in zip(a.span(0, n), b.span(0, n), strict=True):

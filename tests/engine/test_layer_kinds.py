@@ -105,8 +105,7 @@ def test_budgets_change_nothing_and_old_chunks_of_sliding_layers_stay_down(
     engine = load(made, name, **options)
     context = engine.prefill(ids)
     assert torch.equal(context.logits, expected.logits)
-    assert answer(engine, context) == answer(whole, expected)
-    assert read == {*ACTING}
+    assert (answer(engine, context), read) == (answer(whole, expected), {*ACTING})
     tiers = lce.plan(made, engine.method, tokens=len(ids), **options).tiers
     assert context.cache.bytes_by_tier["disk"] <= tiers["disk"].needed
     assert tiers["device"].keys_and_values <= Limits(layout).least_budget

@@ -58,8 +58,7 @@ def alone(engine: lce.Engine, ids: list[int], n_before: int) -> list[int]:
 def test_a_prefix_is_found_after_a_restart(engine: lce.Engine, tmp_path: Path) -> None:
     ids = tokens(150)
     first = ask(engine, tmp_path, ids)
-    assert first.stats.read_before == 0
-    assert len(listed(tmp_path)) == 1
+    assert (first.stats.read_before, len(listed(tmp_path))) == (0, 1)
     more = [*ids, *first.token_ids, 5, 6, 7]
     again = ask(engine, tmp_path, more)
     assert again.stats.read_before == len(ids) + len(first.token_ids) - 1
@@ -68,8 +67,7 @@ def test_a_prefix_is_found_after_a_restart(engine: lce.Engine, tmp_path: Path) -
     assert again.token_ids == engine.generate([5, 6, 7], context=context, max_tokens=6).token_ids
     assert len(listed(tmp_path)) == 1  # the longer context took the place of the one that it continues
     branch = ask(engine, tmp_path, [*ids[:100], 9, 9])
-    assert branch.stats.read_before == 100
-    assert branch.token_ids == alone(engine, [*ids[:100], 9, 9], 100)
+    assert (branch.stats.read_before, branch.token_ids) == (100, alone(engine, [*ids[:100], 9, 9], 100))
 
 
 def test_each_method_has_contexts_of_its_own(engine: lce.Engine, tmp_path: Path) -> None:
@@ -77,8 +75,7 @@ def test_each_method_has_contexts_of_its_own(engine: lce.Engine, tmp_path: Path)
     ask(engine, tmp_path, ids)
     other = lce.Engine(engine.setup.using("dca"))
     found = ask(other, tmp_path, ids)
-    assert found.stats.read_before == 0
-    assert found.token_ids == other.generate(ids, max_tokens=6).token_ids
+    assert (found.stats.read_before, found.token_ids) == (0, other.generate(ids, max_tokens=6).token_ids)
     assert len(listed(tmp_path)) == 2
 
 
@@ -318,8 +315,7 @@ def test_hundreds_of_damaged_files_are_one_miss(full: lce.Engine, folder: Path, 
         path.with_name(f"{i:016x}.ids").write_bytes(ids)
     path.write_bytes(b"neither")
     (found,) = asked(full, folder, [*TEXT, 5])
-    assert found.token_ids == truth
-    assert len(listed(folder)) == 1
+    assert (found.token_ids, len(listed(folder))) == (truth, 1)
 
 
 def test_what_is_not_the_caches_stays(full: lce.Engine, tmp_path: Path) -> None:
@@ -488,8 +484,7 @@ def test_a_file_for_which_a_budget_is_too_small_stays(
     with monkeypatch.context() as patch:
         patch.setattr(kept_files, "open_context", refused)
         (found,) = asked(full, folder, [*TEXT[:150], 5])
-        assert found.stats.read_before == 0
-        assert len(listed(folder)) == 2
+        assert (found.stats.read_before, len(listed(folder))) == (0, 2)
     (found,) = asked(full, folder, [*TEXT, 5])
     assert found.stats.read_before >= 199
     assert found.token_ids == truth

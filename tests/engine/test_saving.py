@@ -114,8 +114,7 @@ def go_on(straight: tuple[lce.Engine, lce.Context], saved: tuple[lce.Engine, lce
             each.prefill(tokens(70, seed), context=asked)
         assert torch.equal(context.logits, truth.logits)
         ours, theirs = (each.generate("", context=asked, max_tokens=5) for each, asked in ((engine, context), straight))
-        assert ours.token_ids == theirs.token_ids
-        assert context.uncached == truth.uncached
+        assert (ours.token_ids, context.uncached) == (theirs.token_ids, truth.uncached)
     return context
 
 
@@ -178,8 +177,7 @@ def test_forks_of_an_opened_context_go_their_own_ways(document: Path, engine: lc
     assert disk.file.bytes_read < disk.file.n_bytes / 8, "no more than the recent tokens"
     fork = context.fork()
     first = answer(engine, context)
-    assert answer(engine, fork) == first
-    assert answer(engine, engine.open_context(document)) == first
+    assert (answer(engine, fork), answer(engine, engine.open_context(document))) == (first, first)
 
 
 def test_an_empty_context_is_not_saved(engine: lce.Engine, tmp_path: Path) -> None:
@@ -384,8 +382,7 @@ def test_killed_at_any_moment_of_a_save(engine: lce.Engine, tiny_model: Path, tm
             leftovers += len(os.listdir(tmp_path)) - 1
             context = engine.open_context(path)
             n = len(context)
-            assert answer(engine, context) == truth[n]
-            assert os.listdir(tmp_path) == ["c.lce"]
+            assert (answer(engine, context), os.listdir(tmp_path)) == (truth[n], ["c.lce"])
     assert leftovers
 
 
@@ -396,8 +393,7 @@ def test_a_prefill_that_another_process_has_begun_is_left_to_it(engine: lce.Engi
                 engine.prefill_file(tokens(300, 1), tmp_path / "c.lce")
 
     engine.prefill_file(tokens(300), tmp_path / "c.lce", progress=progress)
-    assert engine.open_context(tmp_path / "c.lce").token_ids == tokens(300)
-    assert os.listdir(tmp_path) == ["c.lce"]
+    assert (engine.open_context(tmp_path / "c.lce").token_ids, os.listdir(tmp_path)) == (tokens(300), ["c.lce"])
 
 
 class Interrupted(Exception):
@@ -584,8 +580,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
     rows_start, rows_stop = rows.rows_start, rows.checks_start
     shutil.copy(document, path)
     with start(script) as process:
-        assert process.line() == "ready\n"
-        assert process.line() == f"{truth}\n"
+        assert (process.line(), process.line()) == ("ready\n", f"{truth}\n")
         with path.open("r+b") as file:
             if how == "cut":
                 file.truncate(rows_start + 100)
@@ -593,8 +588,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
                 file.seek(rows_start)
                 file.write(bytes(rows_stop - rows_start))
         *answers, last = process.communicate()[0].splitlines()
-    assert process.returncode == 0
-    assert last == "refused"
+    assert (process.returncode, last) == (0, "refused")
     assert set(answers) <= {str(truth)}
 
 

@@ -144,8 +144,7 @@ def test_a_file_that_appears_during_a_prefill_stays(tiny_model: Path, tmp_path: 
     engine, path = load(tiny_model), tmp_path / "c.lce"
     with pytest.raises(UsageError, match="exists; name another file") as caught:
         engine.prefill_file(tokens(N), path, progress=lambda *_: path.write_text("precious") and None)
-    assert path.read_text() == "precious"
-    assert caught.value.__notes__ == [f"the same command goes on from {N} tokens"]
+    assert (path.read_text(), caught.value.__notes__) == ("precious", [f"the same command goes on from {N} tokens"])
     assert engine.prefill_file(tokens(N), path, force=True).read_before == N
     assert answer(engine, engine.open_context(path)) == answer(engine, engine.prefill(tokens(N)))
     assert os.listdir(tmp_path) == ["c.lce"]

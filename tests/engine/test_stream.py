@@ -80,8 +80,7 @@ def test_a_stream_ends_within_a_block_of_its_prefill(engine: lce.Engine, end: st
         assert list(stream) == []
         assert ender.told == block, "no block is read after it"
         assert context.token_ids == tokens(40), "as before the call"
-        assert stream.result.finish_reason == "cancelled"
-        assert stream.result.token_ids == []
+        assert (stream.result.finish_reason, stream.result.token_ids) == ("cancelled", [])
         assert_usable(engine, context)
 
 
@@ -104,9 +103,7 @@ def test_closing_before_the_first_piece_and_after_the_last(engine: lce.Engine) -
     for end in (lce.Stream.close, lce.Stream.cancel):
         stream = engine.stream(PROMPT, max_tokens=5, context=context)
         end(stream)
-        assert list(stream) == []
-        assert stream.result.finish_reason == "cancelled"
-        assert len(context) == 40
+        assert (list(stream), stream.result.finish_reason, len(context)) == ([], "cancelled", 40)
     stream = engine.stream(PROMPT, max_tokens=5, context=context)
     reason = stream.finish().finish_reason
     stream.close()
@@ -149,8 +146,7 @@ def test_an_async_stream_is_the_stream(engine: lce.Engine) -> None:
     expected = engine.generate(PROMPT, max_tokens=12, logprobs=1)
     text, result = asyncio.run(read())
     assert (text, result.token_ids, result.logprobs) == (expected.text, expected.token_ids, expected.logprobs)
-    assert result.finish_reason == expected.finish_reason
-    assert stream_threads() == []
+    assert (result.finish_reason, stream_threads()) == (expected.finish_reason, [])
 
 
 def test_cancelling_the_task_cancels_the_stream(engine: lce.Engine) -> None:
@@ -175,8 +171,7 @@ def test_cancelling_the_task_cancels_the_stream(engine: lce.Engine) -> None:
         assert_usable(engine, context)  # it is free as soon as the task has ended
         return stream.result
 
-    assert asyncio.run(main()).finish_reason == "cancelled"
-    assert stream_threads() == []
+    assert (asyncio.run(main()).finish_reason, stream_threads()) == ("cancelled", [])
 
 
 @pytest.mark.parametrize("how", ["aclose", "with", "break", "cancel"])

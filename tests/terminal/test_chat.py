@@ -47,8 +47,7 @@ def test_a_line_is_a_turn_and_answers_alone_go_to_stdout(chatty: Path, engine: l
     result = run("chat", "--model", chatty, *GREEDY, "--max-tokens", "5", "--system", "Be brief.", stdin="Hi\n\nWhy?\n")
     conversation = engine.conversation("Be brief.")
     texts = [conversation.ask(text, max_tokens=5).text for text in ("Hi", "Why?")]
-    assert result.exit_code == 0
-    assert result.stdout == "".join(f"{text}\n" for text in texts)
+    assert (result.exit_code, result.stdout) == (0, "".join(f"{text}\n" for text in texts))
     notes = [line for line in result.stderr.splitlines() if line.startswith("lce: note:")]
     first, second = (line for line in result.stderr.splitlines() if line not in notes)
     assert len(notes) == 1, "the second turn is beyond the window"

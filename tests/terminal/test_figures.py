@@ -44,8 +44,7 @@ def test_a_plan_of_unknown_sizes() -> None:
     tiers = {"device": Need(1024, 10, 100, None, None), "disk": Need(2048, budget=4096, available=1024)}
     plan = Plan(9000, "full", "float32", "int8", "cpu", tiers, None, "too long")
     content = json.loads(json.dumps(figures.plan_object(plan), default=plain))
-    assert (content["fits"], content["longest"]) == (False, None)
-    assert content["tiers"]["device"]["needed"] == 1134
+    assert ((content["fits"], content["longest"]), content["tiers"]["device"]["needed"]) == ((False, None), 1134)
     _, _, _, device, disk, _, verdict = figures.plan_lines(plan)
     assert "unknown" in device
     assert "4.0 KiB" in disk
@@ -84,13 +83,11 @@ def test_a_model(tiny_model: Path) -> None:
     assert found["weight_bytes"] == 4 * found["parameters"]
     assert found["fingerprint"] == lce.load(tiny_model).setup.fingerprint
     assert (found["tokenizer"], found["chat_template"]) == ("tokenizer.json", False)
-    assert found["methods"]["longheads"]["chunk_size"] == 2
-    assert found["methods"]["dca"]["chunk_size"] == 48
+    assert (found["methods"]["longheads"]["chunk_size"], found["methods"]["dca"]["chunk_size"]) == (2, 48)
     assert "lce calibrate" in found["refused"]["esa"]
     text = rows(tiny_model)
     assert text["heads"] == "4 over 2 of keys and values, dimension 16"
-    assert text["self_extend"] == "local=16 group=8 far=none"
-    assert text["esa"] == found["refused"]["esa"]
+    assert (text["self_extend"], text["esa"]) == ("local=16 group=8 far=none", found["refused"]["esa"])
 
 
 def test_a_model_that_is_checked(tiny_model: Path, tmp_path: Path) -> None:
@@ -98,8 +95,7 @@ def test_a_model_that_is_checked(tiny_model: Path, tmp_path: Path) -> None:
     out = lce.quantize(tiny_model, tmp_path / "out", "int8")
     assert rows(out, "--check")["checked"] == "all files are as `lce quantize` wrote them"
     (out / "config.json").write_text((out / "config.json").read_text() + "\n")
-    assert run("info", out).exit_code == 0
-    assert run("info", "--check", out).exit_code == 3
+    assert (run("info", out).exit_code, run("info", "--check", out).exit_code) == (0, 3)
 
 
 def test_tensors_of_several_types_are_listed(tiny_model: Path, tmp_path: Path) -> None:

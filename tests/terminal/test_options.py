@@ -142,5 +142,4 @@ def test_a_knob_given_as_an_option_says_how_knobs_are_given() -> None:
     ):
         with spawn("", *args) as process:
             _, err = process.communicate()
-        assert process.returncode == 2
-        assert ("Knobs of a method are given as -o chunk_size=VALUE." in err) == said
+        assert (process.returncode, "Knobs of a method are given as -o chunk_size=VALUE." in err) == (2, said)
