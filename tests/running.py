@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -117,10 +117,8 @@ def fail_behind(vectors: Sequence[Tensor], n_tokens: int, attend: Attend) -> Non
 
 def layout_for(method: Method, n_heads: int, k: Tensor, block: int, budgets: Budgets) -> CacheLayout:
     """The layout of a cache of one layer, for keys `k [G, N, D]` in blocks of `block`."""
-    n_kv_heads, _, dim = k.shape
-    return CacheLayout(
-        1, n_heads, n_kv_heads, dim, k.dtype, k.device, method.access, budgets, block, make_state=method.state
-    )
+    sizes = (1, n_heads, len(k), k.shape[-1])
+    return CacheLayout(*sizes, k.dtype, k.device, method.access, budgets, block, make_state=method.state)
 
 
 def legal(layout: CacheLayout) -> CacheLayout:
@@ -138,6 +136,13 @@ def rounded(x: Tensor, size: int) -> Tensor:
     chunks = (chunks * 127 / chunks.abs().amax()).round_().clamp_(-127, 127)
     chunks[:, 0] = chunks[:, :, 0] = 127.0  # the peak of each channel, and of each token
     return (chunks / 64).flatten(0, 1).view(*x.shape[:-2], whole, x.shape[-1])[..., : x.shape[-2], :]
+
+
+def assert_are(found: Iterable[Tensor], keys: Tensor) -> None:
+    """The keys, and values that are their negatives."""
+    k, v = found
+    assert torch.equal(k, keys)
+    assert torch.equal(v, -keys)
 
 
 def cut(n: int, block: int) -> list[int]:

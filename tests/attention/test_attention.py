@@ -11,31 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lce.attention import Attention, Tiles, Turn, combine, merge
-from tests.attention.truth import (
-    AS_IT_IS,
-    BACKENDS,
-    HEADS,
-    assert_same,
-    dense_truth,
-    random,
-    routed_truth,
-    routed_vectors,
-    slots,
-    turns_of,
-    vectors,
-)
+from tests.attention.truth import HEADS, assert_same, dense, random, routed, routed_vectors, slots, turns_of, vectors
 from tests.depth import pairs
 
-FLOAT, HALF = (
-    torch.float32,
-    {torch.bfloat16: 3e-2, torch.float16: 4e-3},
-)  # of outputs up to 6, so about one unit in the last place
+BACKENDS = ("compiled", "torch", "reference")
+AS_IT_IS = Turn(torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
+# Of outputs up to 6, so about one unit in the last place.
+FLOAT, HALF = torch.float32, {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 ON_CUDA = ("torch", "reference", "triton", *(["flash"] if importlib.util.find_spec("flash_attn") else []))
-CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HALF_MARKS = {torch.float16: pytest.mark.slow}
 EVERYWHERE = [
     *(pytest.param(x, "cpu", dtype, marks=HALF_MARKS.get(dtype, ())) for x in BACKENDS for dtype in (FLOAT, *HALF)),
-    *(pytest.param(name, "cuda", dtype, marks=CUDA) for name in ON_CUDA for dtype in (FLOAT, *HALF)),
+    *(pytest.param(name, "cuda", dtype, marks=pytest.mark.cuda) for name in ON_CUDA for dtype in (FLOAT, *HALF)),
 ]
 
 
@@ -62,7 +49,7 @@ def test_dense(
     q, k, v = (x.to(dtype) for x in vectors(*heads, n_queries, n_keys, 16 if device == "cpu" else 64))
     part = Attention.choose(name).dense(*(x.to(device) for x in (q, k, v)), causal, window)
     assert part[0].dtype == dtype
-    assert_same(part, dense_truth(q, k, v, causal, window), HALF.get(dtype, 3e-5 if device == "cpu" else 1e-4))
+    assert_same(part, dense(q, k, v, causal, window), HALF.get(dtype, 3e-5 if device == "cpu" else 1e-4))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -70,12 +57,11 @@ def test_dense(
 @settings(max_examples=40, deadline=None)
 def test_dense_of_any_shape(name: str, data: st.DataObject) -> None:
     rep, n_kv_heads = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-    n_keys = data.draw(st.integers(1, 25))
-    causal = data.draw(st.booleans())
+    n_keys, causal = data.draw(st.integers(1, 25)), data.draw(st.booleans())
     n_queries = data.draw(st.integers(1, n_keys if causal else 30))
     window = data.draw(st.none() | st.integers(1, 50)) if causal else None
     q, k, v = vectors(rep * n_kv_heads, n_kv_heads, n_queries, n_keys, data.draw(st.sampled_from([2, 6, 8, 20, 80])))
-    assert_same(Attention.choose(name).dense(q, k, v, causal, window), dense_truth(q, k, v, causal, window))
+    assert_same(Attention.choose(name).dense(q, k, v, causal, window), dense(q, k, v, causal, window))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -83,9 +69,8 @@ def test_dense_of_any_shape(name: str, data: st.DataObject) -> None:
 def test_nothing_to_see_and_nobody_to_see_it(name: str, causal: bool) -> None:
     attention = Attention.choose(name)
     q, k, v = vectors(4, 2, 3, 0)
-    assert_same(
-        attention.dense(q, k, v, causal), (torch.zeros(4, 3, 16).double(), torch.full((4, 3), -math.inf).double())
-    )
+    nothing = torch.zeros(4, 3, 16).double(), torch.full((4, 3), -math.inf).double()
+    assert_same(attention.dense(q, k, v, causal), nothing)
     q, k, v = vectors(4, 2, 0, 5)
     out, lse = attention.dense(q, k, v, causal)
     assert (out.shape, lse.shape) == ((4, 0, 16), (4, 0))
@@ -96,14 +81,14 @@ def test_views_of_a_larger_cache(name: str) -> None:
     """Keys come as slices of buffers, queries as transposed projections."""
     q, k, v = random(5, 4, 16, seed=1).transpose(0, 1), random(2, 90, 16, seed=2), random(2, 90, 16, seed=3)
     keys = (k[:, 7:50], v[:, 7:50])
-    assert_same(Attention.choose(name).dense(q, *keys, causal=True), dense_truth(q, *keys, causal=True))
+    assert_same(Attention.choose(name).dense(q, *keys, causal=True), dense(q, *keys, causal=True))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_large_scores_do_not_overflow(name: str) -> None:
     q, k, v = vectors(4, 2, 6, 40)
     part = Attention.choose(name).dense(q * 200, k * 2, v, causal=True)
-    truth = dense_truth(q * 200, k * 2, v, causal=True)
+    truth = dense(q * 200, k * 2, v, causal=True)
     assert truth[1].abs().max() > 1000
     torch.testing.assert_close(part[0].double(), truth[0], rtol=0, atol=1e-3)
     torch.testing.assert_close(part[1].double(), truth[1], rtol=1e-6, atol=0)
@@ -149,7 +134,7 @@ def test_routed(
     memory = torch.full((chosen.numel() * 16,), torch.nan, dtype=dtype, device=device)
     part = Attention.choose(name).routed(q.to(device), slots(there), chosen.to(device), tiles, lambda: memory)
     assert part[0].dtype == dtype
-    assert_same(part, routed_truth(q, turns, chosen, (k, v)), 2 * HALF.get(dtype, 1.5e-5 if device == "cpu" else 1e-4))
+    assert_same(part, routed(q, turns, chosen, (k, v)), 2 * HALF.get(dtype, 1.5e-5 if device == "cpu" else 1e-4))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -167,7 +152,7 @@ def test_routed_over_several_rounds(name: str) -> None:
             tiles_k[order[n]], tiles_v[order[n]] = k[head, chunk], v[head, chunk]
         rounds.append(Tiles(tiles_k, tiles_v, index))
     part = Attention.choose(name).routed(q, slots(turns), chosen, rounds)
-    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
+    assert_same(part, routed(q, turns, chosen, (k, v)))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -196,7 +181,7 @@ def test_routed_of_any_shape(data: st.DataObject) -> None:
     chosen = torch.tensor(flat, dtype=torch.int64).view(shape)
     attention = Attention.choose(data.draw(st.sampled_from(BACKENDS)))
     part = attention.routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)])
-    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
+    assert_same(part, routed(q, turns, chosen, (k, v)))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -214,7 +199,7 @@ def test_float64_works_and_its_log_sum_exp_is_float32() -> None:
     q, k, v = (x.double() for x in routed_vectors(8, 2, 20, 6, 5))
     turns, chosen = turns_of(20, 3, torch.float64), choices("some none", 8, 20, 3, 6)
     part = Attention.choose("torch").routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)])
-    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
+    assert_same(part, routed(q, turns, chosen, (k, v)))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -223,8 +208,7 @@ def test_float64_works_and_its_log_sum_exp_is_float32() -> None:
 def test_merged_parts_are_one_softmax(name: str, data: st.DataObject) -> None:
     attention = Attention.choose(name)
     q, k, v = vectors(4, 2, 3, data.draw(st.integers(1, 30)))
-    cuts = sorted(data.draw(st.lists(st.integers(0, k.shape[1]), max_size=4)))
-    bounds = [0, *cuts, k.shape[1]]
+    bounds = [0, *sorted(data.draw(st.lists(st.integers(0, k.shape[1]), max_size=4))), k.shape[1]]
     parts = [attention.dense(q, k[:, low:high], v[:, low:high], causal=False) for low, high in pairwise(bounds)]
     torch.testing.assert_close(merge(parts), attention.dense(q, k, v, causal=False)[0], rtol=0, atol=1e-5)
 
@@ -244,5 +228,5 @@ def test_combined_parts_have_the_log_sum_exp_of_all() -> None:
     attention = Attention.choose("reference")
     q, k, v = vectors(4, 2, 6, 24)
     parts = [attention.dense(q, k[:, a:b], v[:, a:b], causal=False) for a, b in ((0, 5), (5, 6), (6, 24))]
-    assert_same(combine(parts), dense_truth(q, k, v, causal=False))
+    assert_same(combine(parts), dense(q, k, v, causal=False))
     assert combine(parts[:1]) is parts[0]

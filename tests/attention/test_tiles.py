@@ -121,7 +121,6 @@ def test_scores_are_float32_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [(4, 1, 9), (2, 33, 1), (3, 5, 70)], ids=str)
 def test_products_on_cuda(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:

@@ -10,17 +10,7 @@ from lce.attention import Attended, Attention, Tiles, Turn
 from lce.attention import torch as backend
 from lce.attention.reference import Reference
 from tests.attention.test_attention import CHOICES, choices
-from tests.attention.truth import (
-    HEADS,
-    assert_same,
-    dense_truth,
-    random,
-    routed_truth,
-    routed_vectors,
-    slots,
-    turns_of,
-    vectors,
-)
+from tests.attention.truth import HEADS, assert_same, dense, random, routed, routed_vectors, slots, turns_of, vectors
 from tests.depth import pairs
 from tests.pretended import Gpus, flash
 
@@ -52,7 +42,7 @@ def test_dense_reads_the_keys_where_they_lie(calls: Calls, heads: tuple[int, int
     gpu_q = q.cuda().transpose(0, 1).contiguous().transpose(0, 1)
     for causal, window in SEEN:
         part = TORCH.dense(gpu_q, gpu_k[:, at], gpu_v[:, at], causal, window)
-        assert_same(part, dense_truth(q, k[:, at], v[:, at], causal, window), 4e-3)
+        assert_same(part, dense(q, k[:, at], v[:, at], causal, window), 4e-3)
     for call in calls:
         assert all(0 <= call[name].data_ptr() - x.data_ptr() < x.nbytes for name, x in (("k", gpu_k), ("v", gpu_v)))
         bounds = [call.get(f"window_size_{side}") for side in ("left", "right")]
@@ -81,7 +71,7 @@ def test_routed_never_waits(
     unchosen = torch.ones(heads[1], n_chunks, dtype=torch.bool)
     for head, of_head in enumerate(chosen):
         unchosen[head * heads[1] // heads[0], of_head[of_head >= 0]] = False
-    truth = routed_truth(q, turns, chosen, (k, v))
+    truth = routed(q, turns, chosen, (k, v))
     k[unchosen] = v[unchosen] = torch.nan
     for each in (flash, backend):
         monkeypatch.setattr(each, "MOST_BLOCKS", most_blocks)
@@ -105,13 +95,13 @@ def test_routed_in_rounds_keeps_what_other_rounds_wrote() -> None:
     even = torch.arange(6, device="cuda") % 2
     rounds = [Tiles(whole.k, whole.v, whole.index.masked_fill(even == rest, -1)) for rest in range(2)]
     part = TORCH.routed(q.cuda(), slots(turns_there), chosen.cuda(), rounds)
-    assert_same(part, routed_truth(q, turns, chosen, (k, v)), 8e-3)
+    assert_same(part, routed(q, turns, chosen, (k, v)), 8e-3)
 
 
 def test_head_dimensions_that_the_kernel_has_not(calls: Calls) -> None:
     q, k, v = (x.half() for x in vectors(4, 2, 5, 20, 20))
     part = TORCH.dense(q.cuda(), k.cuda(), v.cuda(), causal=True)
-    assert_same(part, dense_truth(q, k, v, causal=True), 4e-3)
+    assert_same(part, dense(q, k, v, causal=True), 4e-3)
     assert not calls
 
 
@@ -128,15 +118,11 @@ def test_float32_holds_a_slices_scores(heads: tuple[int, int], n_queries: int, m
     monkeypatch.setattr(backend, "SCORES_AT_ONCE", at_once)
     q, k, v = vectors(*heads, n_queries, 70)
     for causal, window in SEEN:
-        assert_same(backend.attend_slices(q, k, v, causal, window), dense_truth(q, k, v, causal, window))
+        assert_same(backend.attend_slices(q, k, v, causal, window), dense(q, k, v, causal, window))
     assert max(sizes) <= at_once
 
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
 @pytest.mark.cuda
-@NEEDS_CUDA
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize(("n_queries", "window"), [(1, None), (1, 3000), (3, None), (3, 3000), (200, 700)])
@@ -151,7 +137,6 @@ def test_keys_long_enough_to_be_split(dtype: torch.dtype, dim: int, n_queries: i
 
 
 @pytest.mark.cuda
-@NEEDS_CUDA
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n_queries", [1, 300])
 def test_more_tiles_than_a_grid_has(dtype: torch.dtype, n_queries: int) -> None:

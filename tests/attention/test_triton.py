@@ -5,16 +5,7 @@ import torch
 
 from lce.attention import Attention, Runs, Tiles, Turn, combine
 from lce.kernels.cuda import launching
-from tests.attention.truth import (
-    assert_same,
-    dense_truth,
-    random,
-    routed_truth,
-    routed_vectors,
-    slots,
-    turns_of,
-    vectors,
-)
+from tests.attention.truth import assert_same, dense, random, routed, routed_vectors, slots, turns_of, vectors
 from tests.pretended import pretended_gpus
 
 pytestmark = pytest.mark.skipif(not launching.usable(torch.zeros(1)), reason="kernels run on the GPU")
@@ -27,8 +18,8 @@ def _attention() -> Attention:
 
 def test_dense(attention: Attention) -> None:
     q, k, v = vectors(4, 2, 6, 20)
-    assert_same(attention.dense(q, k, v, causal=True), dense_truth(q, k, v, causal=True))
-    assert_same(attention.dense(q, k, v, causal=True, window=4), dense_truth(q, k, v, True, 4))
+    assert_same(attention.dense(q, k, v, causal=True), dense(q, k, v, causal=True))
+    assert_same(attention.dense(q, k, v, causal=True, window=4), dense(q, k, v, True, 4))
     turn = turns_of(6, 1).at(slice(None), 0)
     expected = Attention.choose("reference").dense(q, k, v, causal=True, turn=turn)
     assert_same(attention.dense(q, k, v, causal=True, turn=turn), (expected[0].double(), expected[1].double()))
@@ -44,7 +35,7 @@ def test_routed(attention: Attention, n_queries: int, per_slot: bool) -> None:
     chosen[1, 0] = -1
     memory = torch.full((chosen.numel() * 16,), torch.nan)
     part = attention.routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)], lambda: memory)
-    assert_same(part, routed_truth(q, turns, chosen, (k, v)))
+    assert_same(part, routed(q, turns, chosen, (k, v)))
 
 
 def test_routed_over_several_rounds_is_the_same_to_the_bit(attention: Attention) -> None:
@@ -66,7 +57,7 @@ def test_routed_over_several_rounds_is_the_same_to_the_bit(attention: Attention)
 def test_nothing_is_read_back_or_sent_to_the_gpu() -> None:
     q, k, v = (x.bfloat16() for x in routed_vectors(4, 2, 5, 6, 5))
     turns, chosen = turns_of(5, 3, torch.bfloat16), torch.arange(3).expand(4, 5, 3).contiguous()
-    attention, expected = Attention.choose("triton"), routed_truth(q, turns, chosen, (k, v))
+    attention, expected = Attention.choose("triton"), routed(q, turns, chosen, (k, v))
     with pretended_gpus(triton=True) as gpus:
         turn, tiles = Turn(*(x.cuda() for x in turns)), Tiles.of_chunks(k.cuda(), v.cuda())
         on_gpu = q.cuda(), chosen.cuda()
@@ -97,7 +88,7 @@ def test_what_the_kernels_do_not_take_goes_to_other_backends(
 ) -> None:
     monkeypatch.setattr(launching, "launch", None)
     q, k, v = (random(2, n, dim, seed=seed).to(dtype) for seed, n in enumerate((3, 9, 9)))
-    assert_same(attention.dense(q, k, v, causal=True), dense_truth(q, k, v, causal=True), 1e-4)
+    assert_same(attention.dense(q, k, v, causal=True), dense(q, k, v, causal=True), 1e-4)
 
 
 def test_cpus_without_interpreter_run_compiled_kernels(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:

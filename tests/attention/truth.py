@@ -7,10 +7,8 @@ from torch import Tensor
 
 from lce.attention import SlotTurns, Turn
 
-BACKENDS = ("compiled", "torch", "reference")
 HEADS = {"multi-head": (3, 3), "grouped-query": (8, 2), "one for all": (4, 1)}
 Attended = tuple[Tensor, Tensor]
-AS_IT_IS = Turn(torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
 
 
 def random(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
@@ -18,11 +16,8 @@ def random(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
 
 
 def vectors(n_heads: int, n_kv_heads: int, n_queries: int, n_keys: int, dim: int = 16) -> tuple[Tensor, ...]:
-    return (
-        random(n_heads, n_queries, dim, seed=1),
-        random(n_kv_heads, n_keys, dim, seed=2),
-        random(n_kv_heads, n_keys, dim, seed=3),
-    )
+    keys = (n_kv_heads, n_keys, dim)
+    return random(n_heads, n_queries, dim, seed=1), random(*keys, seed=2), random(*keys, seed=3)
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
@@ -33,7 +28,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
     return scores.softmax(0) @ v.double(), float(scores.logsumexp(0))
 
 
-def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Attended:
+def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> Attended:
     n_heads, n_queries, _ = q.shape
     rep, past = n_heads // len(k), k.shape[1] - n_queries
     out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(n_heads, n_queries, dtype=torch.float64)
@@ -46,7 +41,7 @@ def dense_truth(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | Non
     return out, lse
 
 
-def routed_truth(q: Tensor, turns: Turn, chunk_ids: Tensor, chunks: Attended) -> Attended:
+def routed(q: Tensor, turns: Turn, chunk_ids: Tensor, chunks: Attended) -> Attended:
     """Every choice's scores by its own copy of the query, turned for it, and one softmax over the keys of all."""
     n_heads, n_queries = chunk_ids.shape[:2]
     rep, dim = n_heads // len(chunks[0]), q.shape[-1]

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,7 +24,7 @@ from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, S
 from lce.errors import CapacityError, DataError
 from tests.depth import pairs
 from tests.late import disks_of
-from tests.running import rounded
+from tests.running import assert_are, rounded
 
 N = 77  # tokens, the last chunk incomplete
 
@@ -39,9 +40,8 @@ def states(layout: CacheLayout) -> Mapping[str, MethodState]:
     }
 
 
-LAYOUT = CacheLayout(
-    3, 4, 2, 4, torch.float32, torch.device("cpu"), AccessPattern(8, sinks=3, local=9), block=10, make_state=states
-)
+CPU = torch.device("cpu")
+LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8, 3, 9), block=10, make_state=states)
 
 
 def text(n: int, layout: CacheLayout = LAYOUT) -> Tensor:
@@ -78,9 +78,7 @@ def check(cache: KVCache, n: int) -> None:
     k, size = text(n, cache.layout), cache.layout.chunk_size
     for layer in cache.layers:
         ours = k[layer.index]
-        keys, values = layer.span(0, n)
-        assert torch.equal(keys, ours)
-        assert torch.equal(values, -ours)
+        assert_are(layer.span(0, n), ours)
         assert torch.equal(layer.kept(TokenRows, "rows").span(0, n), ours[0])
         assert torch.equal(layer.kept(RecentRows, "recent").span(max(0, n - 6), n), ours[:, max(0, n - 6) :])
         chunks = ours[:, : n // size * size].unflatten(1, (-1, size)).amax(dim=2)
@@ -148,24 +146,22 @@ def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path)
 def test_a_header_has_ample_space() -> None:
     for n_layers in (1, 200):
         file = FileLayout(replace(LAYOUT, n_layers=n_layers), 10_000_000)
-        names = [
-            f"layers/{i}/{name}/{part}" for i in range(n_layers) for name in "abcdef" for part in ("rows", "first")
-        ]
+        names = [f"layers/{i}/{name}/{part}" for i in range(n_layers) for name in "abcdef" for part in ("rows", "at")]
         small = {name: {"dtype": "BF16", "shape": [10**6] * 4, "data_offsets": [10**13] * 2} for name in names}
         assert len(json.dumps({**row_entries(file), **small})) < file.rows_start // 2
 
 
 @pytest.mark.parametrize(
-    ("called", "n", "budgeted"), pairs(LAYOUTS | PACKED, [1, 8, 9, 17, 72, N], [False, True]), ids=str
+    ("called", "n", "budget"), pairs(LAYOUTS | PACKED, [1, 8, 9, 17, 72, N], [False, True]), ids=str
 )
 @pytest.mark.covering
-def test_a_restored_cache_goes_on_like_the_original(called: str, n: int, budgeted: bool, tmp_path: Path) -> None:
+def test_a_restored_cache_goes_on_like_the_original(called: str, n: int, budget: bool, tmp_path: Path) -> None:
     layout = (LAYOUTS | PACKED)[called]
     path = saved(cache_of(n, layout), tmp_path / "c.lce")
-    if budgeted:
+    if budget:
         layout = replace(layout, budgets=Budgets(host=Limits(layout).least_budget, spill_dir=tmp_path / "spill"))
     cache = again(path, layout, n)
-    assert (cache.growing, cache.in_file) == (budgeted, 0 if budgeted else layout.old(n))
+    assert (cache.growing, cache.in_file) == (budget, 0 if budget else layout.old(n))
     check(cache, n)
     append(cache, 150)
     fork = cache.fork()
@@ -173,7 +169,7 @@ def test_a_restored_cache_goes_on_like_the_original(called: str, n: int, budgete
     check(fork, 170)
     check(cache, 150)
     *spill, file = (disk.file for disk in disks_of(cache.stacks[0]))
-    assert (len(spill), file.bytes_written) == (budgeted, 0)
+    assert (len(spill), file.bytes_written) == (budget, 0)
     assert all(x.n_bytes for x in spill)
     assert cache.bytes_by_tier["disk"] == sum(x.n_bytes for x in (*spill, file))
     check(again(saved(cache, tmp_path / "next.lce"), layout, 150), 150)
@@ -195,9 +191,8 @@ def test_pages_of_a_file_are_written_once(layout: CacheLayout, tmp_path: Path, m
     write_rows(cache, draft.rows)
     assert draft.rows.bytes_written == FileLayout(layout, N).n_rows * layout.format.row_bytes
     finish(draft, tmp_path / "c.lce", cache, N)
-    assert (tmp_path / "c.lce").read_bytes() == saved(
-        cache_of(N, replace(layout, budgets=Budgets())), tmp_path / "d.lce"
-    ).read_bytes()
+    other = saved(cache_of(N, replace(layout, budgets=Budgets())), tmp_path / "d.lce")
+    assert (tmp_path / "c.lce").read_bytes() == other.read_bytes()
     check(again(tmp_path / "c.lce", layout), N)
 
 
@@ -273,15 +268,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_rows_of_another_shape_are_refused(file: Path) -> None:
-    others = (
-        replace(LAYOUT, n_layers=2),
-        replace(LAYOUT, n_kv_heads=4),
-        replace(LAYOUT, head_dim=8),
-        APART,
-        replace(LAYOUT, dtype=torch.float16),
-        replace(LAYOUT, access=replace(LAYOUT.access, chunk_size=4)),
-    )
-    for layout in others:
+    others: dict[str, Any] = {"n_layers": 2, "n_kv_heads": 4, "head_dim": 8, "dtype": torch.float16}
+    small_chunks = replace(LAYOUT, access=replace(LAYOUT.access, chunk_size=4))
+    for layout in (APART, small_chunks, *(replace(LAYOUT, **{name: other}) for name, other in others.items())):
         with pytest.raises(DataError, match="its header contradicts its contents; prefill the text again"):
             opened(file, layout)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import Mock
@@ -20,6 +21,7 @@ from lce.cache.limits import Limits
 from lce.cache.method_state import MethodState, Staged, Summaries
 from lce.errors import CapacityError, UsageError
 from lce.sizes import size_text
+from tests.running import assert_are
 
 CPU = torch.device("cpu")
 
@@ -51,10 +53,6 @@ def write(cache: KVCache, n: int, seed: int = 0) -> None:
 def append(cache: KVCache, n: int, seed: int = 0) -> None:
     write(cache, n, seed)
     cache.commit()
-
-
-def held(layer: LayerCache, kind: str) -> Tensor:
-    return layer.span(0, layer.stop)["kv".index(kind)]
 
 
 def where(cache: KVCache) -> list[int]:
@@ -95,14 +93,13 @@ def test_any_blocks_kept_or_discarded(blocks: list[tuple[int, bool]], capacity: 
     for seed, (n, keep) in enumerate(blocks):
         cache.begin()
         write(cache, n, seed)
-        assert torch.equal(held(layer, "k"), torch.cat((*kept, rows(n, seed)), dim=1))
+        assert_are(layer.span(0, layer.stop), torch.cat((*kept, rows(n, seed)), dim=1))
         if keep:
             cache.commit()
             kept.append(rows(n, seed))
         else:
             cache.settle()
-        assert torch.equal(held(layer, "k"), torch.cat(kept, dim=1))
-        assert torch.equal(held(layer, "v"), -torch.cat(kept, dim=1))
+        assert_are(layer.span(0, layer.stop), torch.cat(kept, dim=1))
 
 
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,18 +107,17 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     append(cache, 13)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory")))
-        with pytest.raises(
-            CapacityError,
-            match=r"^no memory for 1,000 tokens in the cache: 62.5 KiB a layer for keys and values; ask for "
-            r"fewer tokens, or give --kv-host-budget and --spill-dir\Z",
-        ):
+        said = (
+            r"^no memory for 1,000 tokens in the cache: 62.5 KiB a layer for keys and values; ask for fewer tokens, or "
+        )
+        with pytest.raises(CapacityError, match=said + r"give --kv-host-budget and --spill-dir\Z"):
             cache.reserve(1000)
         cache.begin()
         with pytest.raises(CapacityError):
             write(cache, 10)
     cache.settle()
     append(cache, 4, 70)
-    assert torch.equal(held(cache.layers[1], "k"), torch.cat((rows(13, 1), rows(4, 71)), dim=1))
+    assert_are(cache.layers[1].span(0, 17), torch.cat((rows(13, 1), rows(4, 71)), dim=1))
 
 
 @given(data=st.data(), tiered=st.booleans())
@@ -158,8 +154,7 @@ def assert_has(cache: KVCache, k: Tensor) -> None:
     assert cache.length == n
     for layer, x in zip(cache.layers, k, strict=True):
         for start in (0, n // 3, max(0, n - 5)):
-            assert torch.equal(layer.span(start, n)[0], x[:, start:])
-            assert torch.equal(layer.span(start, n)[1], -x[:, start:])
+            assert_are(layer.span(start, n), x[:, start:])
         index = torch.arange(0, n, 3)
         assert torch.equal(layer.tokens(index)[1], -x[:, index])
         if n >= 8:
@@ -172,9 +167,8 @@ def test_what_is_gone_is_said() -> None:
     staged(cache.layers[1]).stage(torch.ones(1))
     cache.commit()
     assert [cache.nearest(n) for n in (0, 12, 13)] == [0, 0, 13]
-    with pytest.raises(
-        UsageError, match=r"^cannot go back to 12 tokens: .* go back to 0, and prefill the rest again\Z"
-    ):
+    said = r"^cannot go back to 12 tokens: .* go back to 0, and prefill the rest again\Z"
+    with pytest.raises(UsageError, match=said):
         cache.truncate(12)
     for n in (-1, 14):
         with pytest.raises(UsageError, match=rf"^cannot go back to {n} tokens; expected 0 to 13\Z"):
@@ -213,8 +207,7 @@ def check_tiles(layer: LayerCache, chosen: Tensor, k: Tensor) -> None:
         assert tiles.index.shape == (len(k), layer.stop // size) or not layer.buffer.first
         number = tiles.chosen(chosen).view(chosen.shape)
         here = number >= 0
-        assert torch.equal(tiles.k[number[here]], expected[here])
-        assert torch.equal(tiles.v[number[here]], -expected[here])
+        assert_are((tiles.k[number[here]], tiles.v[number[here]]), expected[here])
         seen = seen + here
     assert torch.equal(seen, (chosen >= 0).long())
 
@@ -235,11 +228,7 @@ def test_tiles_are_the_chunks_they_stand_for(data: st.DataObject, apart: bool, t
                 cache.commit()
         for layer in cache.layers:
             shape = (4, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6)))
-            numbers = st.lists(
-                st.integers(-1, n // 8 - 1),
-                min_size=shape[0] * shape[1] * shape[2],
-                max_size=shape[0] * shape[1] * shape[2],
-            )
+            numbers = st.lists(st.integers(-1, n // 8 - 1), min_size=prod(shape), max_size=prod(shape))
             check_tiles(layer, torch.tensor(data.draw(numbers)).view(shape), k)
 
 

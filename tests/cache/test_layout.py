@@ -26,7 +26,7 @@ from lce.methods import Driver, Rope, RopeConfig, make
 from lce.sizes import enough_text
 from tests.depth import pairs
 from tests.late import LateDevice, disks_of, no_gpu
-from tests.running import cut, rounded, vectors
+from tests.running import assert_are, cut, rounded, vectors
 
 CPU = torch.device("cpu")
 LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8))
@@ -54,9 +54,7 @@ def read(cache: KVCache, keys: Tensor, start: int, stop: int) -> None:
         for _ in layer.tiles(torch.arange(stop // size).expand(n_heads, 1, -1)):
             pass
         index = torch.arange(0, stop, 3)
-        found = layer.tokens(index)
-        assert torch.equal(found[0], k[:, index])
-        assert torch.equal(found[1], -k[:, index])
+        assert_are(layer.tokens(index), k[:, index])
     cache.commit()
 
 
@@ -78,11 +76,8 @@ def test_sizes_of_8_bits_on_the_device() -> None:
 def test_sizes_of_packed_pages() -> None:
     """By hand: 2 KV heads of 4 numbers. A row has 8 keys, 8 values and 2 scales; a page has 2 more."""
     layout = replace(LAYOUT, kv_dtype="int8")
-    assert (layout.format.row_bytes, layout.format.page_rows, layout.format.page_bytes) == (
-        8 + 8 + 2 * 4,
-        8 + 2,
-        24 * 10,
-    )
+    found = layout.format
+    assert (found.row_bytes, found.page_rows, found.page_bytes) == (8 + 8 + 2 * 4, 8 + 2, 24 * 10)
     assert layout.page_bytes == LAYOUT.page_bytes == LAYOUT.format.page_bytes
     assert Limits(layout).n_pages(16) * layout.format.page_bytes == 2 * 3 * 240
     apart = replace(layout, access=AccessPattern(8, per_head=True))
@@ -114,17 +109,15 @@ def test_the_least_budget_is_the_least(data: st.DataObject, sinks: int, local: i
         least = Limits(plain).least_budget
         layout = with_host(plain, least, Path(folder))
         n = least // layout.token_bytes + 40
-        keys = text(n, layout)
-        cache = KVCache.empty(layout)
+        keys, cache = text(n, layout), KVCache.empty(layout)
         for start in range(0, n, block):
             read(cache, keys, start, min(start + block, n))
             assert in_memory(cache) <= least
         assert cache.stacks
         for layer, k in zip(cache.layers, keys, strict=True):
             assert torch.equal(layer.span(0, n)[0], k)
-        with pytest.raises(
-            CapacityError, match=f"^a budget of .*; give --kv-host-budget {enough_text(least)} or more, or"
-        ):
+        said = f"^a budget of .*; give --kv-host-budget {enough_text(least)} or more, or"
+        with pytest.raises(CapacityError, match=said):
             KVCache.empty(with_host(plain, least - 1, Path(folder))).reserve(n)
 
 
@@ -155,11 +148,10 @@ def test_where_there_is_one_memory_the_smaller_budget_counts() -> None:
 def test_without_a_folder_a_text_that_does_not_fit_is_refused() -> None:
     cache = KVCache.empty(with_host(replace(LAYOUT, block=4), 12 * CHUNK))
     cache.reserve(96)
-    with pytest.raises(
-        CapacityError,
-        match=r"^97 tokens need 19.5 KiB for keys and values, and the budget is 18.0 KiB: 96 tokens; "
-        r"give --spill-dir, or a larger budget\Z",
-    ):
+    said = (
+        r"^97 tokens need 19.5 KiB for keys and values, and the budget is 18.0 KiB: 96 tokens; give --spill-dir, or a"
+    )
+    with pytest.raises(CapacityError, match=said + r" larger budget\Z"):
         cache.reserve(97)
     read(cache, text(96, LAYOUT), 0, 96)
 
@@ -231,15 +223,15 @@ def test_host_slabs_are_powers_of_two_in_the_budget(monkeypatch: pytest.MonkeyPa
         assert Host.bytes_for(unbounded, slab_slots(layout) + 1) == 2 * size
 
 
-# Plans: what is needed is what is held
-@pytest.mark.parametrize(
-    ("n", "apart", "kv_dtype"), pairs([7, 100, 231, 300], [False, True], ["auto", "int8"]), ids=str
-)
+# Plans: what is needed is what is held.
+LENGTHS = [7, 100, 231, 300]
+
+
+@pytest.mark.parametrize(("n", "apart", "kv_dtype"), pairs(LENGTHS, [False, True], ["auto", "int8"]), ids=str)
 @pytest.mark.covering
 def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: bool, kv_dtype: str) -> None:
     layout = replace(LAYOUT, access=AccessPattern(8, 3, 9, apart), block=10, kv_dtype=kv_dtype)
-    budget = Limits(layout).least_budget + 3 * CHUNK + 5
-    keys = text(n, layout)
+    budget, keys = Limits(layout).least_budget + 3 * CHUNK + 5, text(n, layout)
     for folder in (None, tmp_path):
         planned = with_host(layout, budget, folder)
         needs = Limits(planned).needs(n)
@@ -256,7 +248,7 @@ def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: 
 
 @pytest.mark.parametrize(
     ("n", "host", "folder", "kv_dtype"),
-    pairs([7, 100, 231, 300], [None, 0, 5, 100], [False, True], ["auto", "int8"]),
+    pairs(LENGTHS, [None, 0, 5, 100], [False, True], ["auto", "int8"]),
     ids=str,
 )
 @pytest.mark.covering
@@ -265,9 +257,7 @@ def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
 ) -> None:
     no_gpu(monkeypatch)
     layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8, 3, 9), block=10, kv_dtype=kv_dtype)
-    budgets = Budgets(
-        Limits(layout).least_budget + 2 * CHUNK, None if host is None else host * CHUNK, tmp_path if folder else None
-    )
+    budgets = Budgets(Limits(layout).least_budget + 2 * CHUNK, host and host * CHUNK, tmp_path if folder else None)
     layout = replace(layout, budgets=budgets)
     keys, needs = text(n, layout), Limits(layout).needs(n)
     try:
@@ -286,10 +276,7 @@ def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
 
 
 METHODS = {
-    "full": {},
-    "rerope": {},
-    "self_extend": {},
-    "streaming": {},
+    **{name: {} for name in ("full", "rerope", "self_extend", "streaming")},
     "lm_infinite": {"top_k": 3},
     "longheads": {"chunk_size": 4, "chunks": 6},
     "quest": {"page": 4, "dense_layers": 0},
@@ -307,11 +294,8 @@ METHODS = {
 def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int) -> None:
     method = make(name, METHODS[name]).resolve(32)
     q, k, v = vectors(0, 4, 2, 200, 16)
-    layout = CacheLayout(
-        1, 4, 2, 16, torch.float32, CPU, method.access, Budgets(), max(block, 40), make_state=method.state
-    )
-    cache = KVCache.empty(layout)
-    driver = Driver(method, Attention.choose("torch"), 32, 2)
+    layout = CacheLayout(1, 4, 2, 16, torch.float32, CPU, method.access, block=max(block, 40), make_state=method.state)
+    cache, driver = KVCache.empty(layout), Driver(method, Attention.choose("torch"), 32, 2)
     rope, start, most = Rope(RopeConfig(), 16, 32, 200), 0, 0
     for size in (40, *cut(160, block)):
         driver.attend(cache, rope, *(x[:, start : start + size] for x in (q, k, v)))

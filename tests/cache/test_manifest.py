@@ -16,31 +16,12 @@ from torch import Tensor
 
 from lce.cache import manifest as module
 from lce.cache.layout import AccessPattern, CacheLayout
-from lce.cache.manifest import (
-    FORMAT,
-    Header,
-    Manifest,
-    check_state,
-    read_header,
-    read_tensors,
-    signed,
-    tensor_entries,
-    tensors_of,
-)
+from lce.cache.manifest import FORMAT, Header, Manifest, read_header, read_tensors, signed, tensor_entries, tensors_of
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.errors import CapacityError, DataError
 
-GOOD: dict[str, Any] = {
-    "format": FORMAT,
-    "lce": "1",
-    "file_id": "0123456789abcdef",
-    "identity": {},
-    "pages": {},
-    "text": "",
-    "capacity": 9,
-    "read": 5,
-    "announced": 7,
-}
+GOOD: dict[str, Any] = {"format": FORMAT, "lce": "1", "file_id": "0123456789abcdef", "identity": {}, "pages": {}}
+GOOD |= {"text": "", "capacity": 9, "read": 5, "announced": 7}
 PATH = Path("document.lce")
 
 
@@ -184,7 +165,7 @@ KEPT = {
 
 def check(tensors: Mapping[str, Tensor], layout: CacheLayout = LAYOUT, n: int = N) -> None:
     found = {name: FileTensor(x.dtype, tuple(x.shape), 0, x.nbytes) for name, x in tensors.items()}
-    check_state(layout, n, found, PATH)
+    module.check_state(layout, n, found, PATH)
 
 
 def test_what_a_method_keeps_is_accepted() -> None:
@@ -237,9 +218,8 @@ def header_with(entries: Mapping[str, Any], file_bytes: int, start: int = 16) ->
 @settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 5), max_size=5), before=st.integers(0, 40))
 def test_entries_are_read_as_they_were_written(sizes: list[int], before: int) -> None:
-    tensors = {
-        f"t{i}": torch.zeros(size, 2, dtype=(torch.int32, torch.bfloat16)[i % 2]) for i, size in enumerate(sizes)
-    }
+    kinds = (torch.int32, torch.bfloat16)
+    tensors = {f"t{i}": torch.zeros(size, 2, dtype=kinds[i % 2]) for i, size in enumerate(sizes)}
     n_bytes = sum(x.nbytes for x in tensors.values())
     entries, start = tensor_entries(tensors, before), 16 + before
     found = tensors_of(header_with(entries, start + n_bytes), start, {})
@@ -257,8 +237,7 @@ ODD = [None, 3, -1, "", "F33", [], {}, [1], [-1], [2**62], [2**17] * 3, [1.0], [
 @pytest.mark.parametrize("value", ODD, ids=str)
 def test_an_entry_that_is_none_is_refused(value: object) -> None:
     entry = tensor_entries({"x": torch.zeros(4)})["x"]
-    others = [value, *({**entry, key: value} for key in entry), {**entry, "more": value}]
-    for other in others:
+    for other in (value, *({**entry, key: value} for key in entry), {**entry, "more": value}):
         with pytest.raises(DataError, match="contradicts its contents"):
             tensors_of(header_with({"x": other}, 32), 16, {})
 

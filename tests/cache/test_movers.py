@@ -17,12 +17,12 @@ from lce.cache.movers import Cuda, Mover, Pinned, Slabs
 from lce.cache.tier import Nowhere
 from lce.cache.tiers import TierStack
 from lce.methods import Driver, Method, Rope, RopeConfig, make
+from lce.models.layers import Attend
 from tests.late import ORDERS, Late, LateDevice, no_gpu
 from tests.pretended import Gpus
 from tests.running import cut, rounded, vectors
 
 CPU = torch.device("cpu")
-CUDA = torch.cuda.is_available()
 
 
 def check_mover(mover: Mover, slabs: Slabs, source: torch.device) -> None:
@@ -78,7 +78,6 @@ def test_several_threads_gather_pages(gpus: Gpus, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_memory_of_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for mover in (Cuda(device), Pinned(device)):
@@ -94,6 +93,7 @@ def test_memory_of_a_gpu() -> None:
 
 # Whole methods over a device whose copies are late.
 WINDOW = 32
+SLOW = pytest.mark.slow
 METHODS: dict[str, tuple[str, dict[str, object]]] = {
     "longheads": ("longheads", {"chunk_size": 4, "chunks": 6}),
     "longheads, heads together": ("longheads", {"chunk_size": 8, "chunks": 4, "share": "layer"}),
@@ -110,29 +110,15 @@ def layout_for(method: Method, text: tuple[Tensor, ...], block: int) -> CacheLay
     access = method.access
     if access.chunk_size == AccessPattern().chunk_size:
         access = replace(access, chunk_size=4)
-    return CacheLayout(
-        n_layers,
-        n_heads,
-        text[1].shape[1],
-        dim,
-        torch.float32,
-        CPU,
-        access,
-        block=block,
-        make_state=method.state,
-        read_size=24,
-    )
+    sizes = (n_layers, n_heads, text[1].shape[1], dim)
+    return CacheLayout(*sizes, torch.float32, CPU, access, block=block, make_state=method.state, read_size=24)
 
 
 def beside_a_gpu(layout: CacheLayout, folder: Path, below: int | None, spare: int) -> LateDevice:
     """`spare` pages of four tokens more than the least on the device, `below` pages in memory, the rest in a file."""
-    budgets = Budgets(
-        Limits(layout).least_budget + spare * 4 * layout.format.row_bytes,
-        None if below is None else below * layout.page_bytes,
-        folder,
-    )
+    device = Limits(layout).least_budget + spare * 4 * layout.format.row_bytes
     values = {field.name: getattr(layout, field.name) for field in fields(layout)}
-    return LateDevice(**{**values, "budgets": budgets})
+    return LateDevice(**{**values, "budgets": Budgets(device, below and below * layout.page_bytes, folder)})
 
 
 def read_text(
@@ -147,16 +133,11 @@ def read_text(
     driver = Driver(method, Attention.choose("torch"), WINDOW, layout.n_kv_heads)
     out, start = torch.empty(text[0].shape), 0
     for size in blocks:
-        here = slice(start, start + size)
-        found = driver.forward(
-            cache,
-            rope,
-            size,
-            lambda attend, here=here: [  # type: ignore[misc]
-                attend(layer, *(x[layer][:, here] for x in text)) for layer in range(n_layers)
-            ],
-        )
-        out[:, :, here] = torch.stack(found)
+
+        def layers(attend: Attend, here: slice = slice(start, start + size)) -> list[Tensor]:
+            return [attend(layer, *(x[layer][:, here] for x in text)) for layer in range(n_layers)]
+
+        out[:, :, start : start + size] = torch.stack(driver.forward(cache, rope, size, layers))
         start += size
     return out, cache
 
@@ -172,18 +153,10 @@ BLOCKS = [30, 1, 1, *cut(6 * WINDOW - 47, 37), *cut(15, 1)]
 FEWER = [30, 1, 1, *cut(4 * WINDOW - 40, 37), *cut(8, 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "knobs"),
-    [
-        pytest.param(*each, marks=[pytest.mark.slow] * (called in ("longheads", "quest")), id=called)
-        for called, each in METHODS.items()
-    ],
-)
-def test_no_method_sees_what_has_not_arrived(
-    name: str, knobs: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("called", [pytest.param(x, marks=[SLOW] * (x in ("longheads", "quest"))) for x in METHODS])
+def test_no_method_sees_what_has_not_arrived(called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit as if all were resident: with the fewest slots there may be, and with some to spare."""
-    text, method = text_of(3, sum(FEWER), 8), make(name, knobs).resolve(WINDOW)
+    text, method = text_of(3, sum(FEWER), 8), make(*METHODS[called]).resolve(WINDOW)
     layout = layout_for(method, text, max(FEWER))
     calm, _ = read_text(method, text, FEWER, layout)
     for (spare, below), order in zip(((0, 1), (7, 3), (24, None)), ORDERS, strict=True):
@@ -196,13 +169,11 @@ def test_no_method_sees_what_has_not_arrived(
         assert (cache.traffic["disk"].bytes_in > 0) == (below is not None)
 
 
-@pytest.mark.parametrize(
-    ("called", "spare"), [pytest.param("longheads", 30, marks=pytest.mark.slow), ("infllm", 12), ("esa", 20)]
-)
+@pytest.mark.parametrize(("called", "spare"), [pytest.param("longheads", 30, marks=SLOW), ("infllm", 12), ("esa", 20)])
 def test_more_is_found_if_prefetched(called: str, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device holds what two layers ask for, and not what four do."""
     no_gpu(monkeypatch)
-    method, text = make(METHODS[called][0], METHODS[called][1]).resolve(WINDOW), text_of(4, sum(BLOCKS), 15)
+    method, text = make(*METHODS[called]).resolve(WINDOW), text_of(4, sum(BLOCKS), 15)
     layout = beside_a_gpu(layout_for(method, text, max(BLOCKS)), tmp_path, 50, spare)
     out, cache = read_text(method, text, BLOCKS, layout)
     without, plain = read_text(method, text, BLOCKS, layout, prefetch=False)
@@ -212,7 +183,6 @@ def test_more_is_found_if_prefetched(called: str, spare: int, tmp_path: Path, mo
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA, reason="no CUDA device")
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_pages_leave_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
     monkeypatch.setattr("lce.cache.pool.SLAB", 1 << 18)
@@ -238,7 +208,6 @@ def test_pages_leave_a_gpu_without_a_copy(monkeypatch: pytest.MonkeyPatch, kv_dt
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_a_gpu_does_not_use_memory_again_that_is_still_written() -> None:
     """A context is dropped while copies into its slots are queued: who gets their memory is not written to."""
     tiers, _ = tiers_on_a_gpu()
@@ -280,14 +249,12 @@ def tiers_on_a_gpu(kv_dtype: str = "auto") -> tuple[TierStack, Tensor]:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not CUDA, reason="no CUDA device")
 @pytest.mark.parametrize("below", [0, 3, None])
 def test_a_gpu_finds_every_page_again(tmp_path: Path, below: int | None) -> None:
     access = AccessPattern(16, sinks=16, local=16, per_head=True)
     layout = CacheLayout(4, 4, 2, 64, torch.bfloat16, torch.device("cuda"), access, block=64)
     chunk = layout.token_bytes * layout.chunk_size
-    budgets = Budgets(Limits(layout).least_budget + chunk, None if below is None else below * chunk, tmp_path)
-    layout = replace(layout, budgets=budgets)
+    layout = replace(layout, budgets=Budgets(Limits(layout).least_budget + chunk, below and below * chunk, tmp_path))
     text = torch.randn(4, 2, 1024, 64, dtype=torch.bfloat16, device="cuda")
     cache, busy = KVCache.empty(layout, 1024), torch.randn(2048, 2048, device="cuda")
     for start in [*range(0, 960, 64), *range(960, 1024)]:

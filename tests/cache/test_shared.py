@@ -16,26 +16,20 @@ from lce.cache import shared
 from lce.cache.formats import FORMATS
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, CacheLayout
-from lce.cache.method_state import Staged, Summaries, TokenRows
+from lce.cache.method_state import MethodState, Staged, Summaries, TokenRows
 from lce.system import give_back_freed_memory
 from tests.command import within
 from tests.interrupts import interrupted, places
 
-LAYOUT = CacheLayout(
-    2,
-    4,
-    2,
-    8,
-    torch.float32,
-    torch.device("cpu"),
-    AccessPattern(4, local=5),
-    block=64,
-    make_state=lambda layout: {
-        "rows": TokenRows(12),
-        "summaries": Summaries(32, layout.chunk_size),
-        "staged": Staged(lambda n, block: 4),
-    },
-)
+CPU = torch.device("cpu")
+
+
+def states(layout: CacheLayout) -> dict[str, MethodState]:
+    summaries, staged = Summaries(32, layout.chunk_size), Staged(lambda n, block: 4)
+    return {"rows": TokenRows(12), "summaries": summaries, "staged": staged}
+
+
+LAYOUT = CacheLayout(2, 4, 2, 8, torch.float32, CPU, AccessPattern(4, local=5), block=64, make_state=states)
 
 
 def read(cache: KVCache, ids: list[int]) -> None:
@@ -43,10 +37,8 @@ def read(cache: KVCache, ids: list[int]) -> None:
     start = cache.length
     cache.begin()
     for layer in cache.layers:
-        x = (torch.tensor(ids)[None, :, None] * 7.0 + torch.arange(start, start + len(ids))[None, :, None]).expand(
-            2, -1, 8
-        )
-        x = x + layer.index + torch.arange(8) / 10
+        x = torch.tensor(ids) * 7.0 + torch.arange(start, start + len(ids)) + layer.index
+        x = x[:, None].expand(2, -1, 8) + torch.arange(8) / 10
         layer.write(x, -x)
         layer.kept(TokenRows, "rows").write(x[0, :, :3], start)
         done, now = start // 4, (start + len(ids)) // 4
@@ -73,8 +65,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(target=caches, kv_dtype=st.sampled_from(sorted(FORMATS)), n=st.integers(0, 60))
     def start(self, kv_dtype: str, n: int) -> list[KVCache]:
-        layout = replace(LAYOUT, kv_dtype=kv_dtype)
-        pair = [KVCache.empty(layout), KVCache.empty(layout)]
+        pair = [KVCache.empty(replace(LAYOUT, kv_dtype=kv_dtype)) for _ in range(2)]
         self.all = [pair]
         if n:
             self.read(pair, [5] * n)
@@ -100,13 +91,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(target=caches, pair=caches)
     def fork(self, pair: list[KVCache]) -> list[KVCache]:
-        plain = pair[1]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared, "_available", lambda: False)
-            made = [pair[0], plain.fork()]
-        made[0] = pair[0].fork()
-        self.all.append(made)
-        return made
+            plain = pair[1].fork()
+        self.all.append([pair[0].fork(), plain])
+        return self.all[-1]
 
     @precondition(lambda self: len(self.all) > 1)
     @rule(pair=consumes(caches))
@@ -132,7 +121,7 @@ def process_bytes() -> int:
 
 
 def test_forks_add_what_they_append() -> None:
-    layout = CacheLayout(8, 4, 4, 64, torch.float32, torch.device("cpu"))
+    layout = CacheLayout(8, 4, 4, 64, torch.float32, CPU)
     cache, x = KVCache.empty(layout), torch.randn(4, 256, 64)
     for _ in range(16):
         for layer in cache.layers:

@@ -31,7 +31,7 @@ from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, DataError
 from tests.interrupts import interrupted, places
 from tests.late import ORDERS, Late, LateDevice, disks_of, no_gpu
-from tests.running import rounded
+from tests.running import assert_are, rounded
 
 CPU = torch.device("cpu")
 N_LAYERS, N_HEADS, SIZE, DIM = 2, 2, 4, 2  # of most layouts here
@@ -54,9 +54,8 @@ def tiers_of(
 ) -> CacheLayout:
     """A layout with these tiers: `limit` pages in the first, `below` in the host's."""
     plain = replace(layout_of(heads, pinned=pinned), kv_dtype=kv_dtype)
-    budget = None
-    if limit != UNBOUNDED:
-        budget = Limits(plain).recent_tokens * plain.token_bytes + limit * plain.page_bytes
+    least = Limits(plain).recent_tokens * plain.token_bytes
+    budget = None if limit == UNBOUNDED else least + limit * plain.page_bytes
     if "memory" in tiers:
         return replace(plain, budgets=Budgets(host=budget))
     host = None if below == UNBOUNDED else below * power_of_two(plain.format.page_bytes)
@@ -80,8 +79,7 @@ class Branch:
     """A stack of tiers, and beside it all that it should hold: `k[layer] [G, chunks, L, D]`; values are `-k`."""
 
     def __init__(self, tiers: TierStack, k: list[Tensor] | None = None) -> None:
-        self.tiers = tiers
-        self.layout = tiers.layout
+        self.tiers, self.layout = tiers, tiers.layout
         self.k = k or [torch.zeros(N_HEADS, 0, SIZE, DIM)] * N_LAYERS
         self.asked: dict[int, Pages] = {}  # by layer, groups and chunks
         self.pinned: dict[int, NDArray[np.bool_]] = {}  # by layer, which pinned pages were there
@@ -121,11 +119,9 @@ class Branch:
             assert 0 < int(here.sum()) <= self.top.capacity * per_page
             assert not (seen & here).any()
             seen |= here
-            assert torch.equal(tiles.k[tiles.index[here]], self.k[layer][here])
-            assert torch.equal(tiles.v[tiles.index[here]], -self.k[layer][here])
+            assert_are((tiles.k[tiles.index[here]], tiles.v[tiles.index[here]]), self.k[layer][here])
         assert np.array_equal(seen.numpy(), wanted.repeat(per_page, axis=0))
-        misses = self.top.traffic.misses - before.misses
-        missing = wanted & ~held
+        misses, missing = self.top.traffic.misses - before.misses, wanted & ~held
         staying = missing[:, : self.layout.access.sinks // SIZE].sum()
         left = 0 if wanted.sum() <= self.top.capacity else max(1, self.top.capacity // 4) + staying
         assert 0 <= misses - missing.sum() <= left
@@ -135,9 +131,7 @@ class Branch:
     def chunks(self, layer: int, first: int, stop: int) -> None:
         """All is there, and is not brought in place of what was in the pool."""
         held, free = self.held(layer), self.top.n_free
-        k, v = self.tiers.chunks(layer, first, stop)
-        assert torch.equal(k, self.k[layer][:, first:stop].flatten(1, 2))
-        assert torch.equal(v, -self.k[layer][:, first:stop].flatten(1, 2))
+        assert_are(self.tiers.chunks(layer, first, stop), self.k[layer][:, first:stop].flatten(1, 2))
         fits = (~held[:, first:stop]).sum() <= free
         held[:, first:stop] |= fits
         assert np.array_equal(self.held(layer), held)
@@ -145,9 +139,7 @@ class Branch:
     def tokens(self, layer: int, index: Numbers) -> None:
         """A chunk of which half is asked comes whole, of the others the tokens alone."""
         held = self.held(layer)
-        k, v = self.tiers.tokens(layer, index)
-        assert torch.equal(k, self.k[layer].flatten(1, 2)[:, index])
-        assert torch.equal(v, -self.k[layer].flatten(1, 2)[:, index])
+        assert_are(self.tiers.tokens(layer, index), self.k[layer].flatten(1, 2)[:, index])
         n_groups = self.layout.n_groups
         often = np.flatnonzero(np.bincount(index // SIZE, minlength=1) * 2 >= SIZE)[: self.top.capacity // n_groups]
         assert self.held(layer)[:, often].all()
@@ -186,8 +178,7 @@ class Refusals:
     """Stands in for a system call, which refuses all requests once none is `left`."""
 
     def __init__(self, name: str, number: int) -> None:
-        self.call = getattr(os, name)
-        self.number = number
+        self.call, self.number = getattr(os, name), number
         self.left: int | None = None  # how many requests are still granted; None: all
         self.fired = False
 
@@ -212,17 +203,15 @@ class AnyOrder(RuleBasedStateMachine):
         spare=st.integers(1, 3),
         below=st.integers(1, 9),
         pinned=st.integers(0, 1),
-        order=st.sampled_from(ORDERS),
+        devices=st.tuples(st.sampled_from(ORDERS), st.sampled_from([1, 512])),
         kv_dtype=st.sampled_from(["auto", "int8"]),
-        slab=st.sampled_from([1, 512]),
     )
     def start(
-        self, tiers: str, heads: int, spare: int, below: int, pinned: int, order: str, kv_dtype: str, slab: int
+        self, tiers: str, heads: int, spare: int, below: int, pinned: int, devices: tuple[str, int], kv_dtype: str
     ) -> Branch:
-        self.patch = pytest.MonkeyPatch()
-        self.refusals = Refusals("pwrite", errno.ENOSPC)
+        self.patch, self.refusals = pytest.MonkeyPatch(), Refusals("pwrite", errno.ENOSPC)
         self.patch.setattr(os, "pwrite", self.refusals)
-        no_gpu(self.patch, order, slab)
+        no_gpu(self.patch, *devices)
         limit = UNBOUNDED if tiers == "memory" else N_HEADS // heads * (spare + pinned * N_LAYERS)
         below = below if "file" in tiers else UNBOUNDED
         self.layout = tiers_of(tiers, heads=heads, limit=limit, below=below, pinned=pinned, kv_dtype=kv_dtype)
@@ -359,9 +348,8 @@ def wanted(branch: Branch, layer: int, *chunks: int) -> NDArray[np.bool_]:
 def traffic(branch: Branch) -> list[tuple[int, int, int, int]]:
     """Hits, misses, and pages in and out, of every tier."""
     size = branch.layout.page_bytes
-    return [
-        (t.hits, t.misses, t.bytes_in // size, t.bytes_out // size) for t in (tier.traffic for tier in branch.tiers)
-    ]
+    found = [tier.traffic for tier in branch.tiers]
+    return [(t.hits, t.misses, t.bytes_in // size, t.bytes_out // size) for t in found]
 
 
 def file_of(branch: Branch) -> RowFile:
@@ -389,9 +377,8 @@ def test_a_pool_holds_what_was_used_last(limit: int, steps: list[list[tuple[int,
             slots = tiers.top.bring(pages)
             assert tiers.top.index[pages].tolist() == slots.tolist()
             used |= dict.fromkeys(names, tick)
-            held = {
-                (int(group), int(chunk)) for group, chunk in zip(*every.at(tiers.top.index[every] >= 0), strict=True)
-            }
+            there = every.at(tiers.top.index[every] >= 0)
+            held = {(int(group), int(chunk)) for group, chunk in zip(*there, strict=True)}
             left = [used.pop(page) for page in set(used) - held]
             assert len(held) == min(limit, len(held) + len(left))
             assert set(names) <= held
@@ -412,9 +399,8 @@ def test_a_request_beyond_the_pool_evicts_little(tmp_path: Path) -> None:
 
 def test_without_a_file_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     branch = branch_of(tmp_path, "device, host", 3, limit=2, below=6)
-    with pytest.raises(
-        CapacityError, match=r"^the cache of keys and values is full; give --spill-dir, or a larger .*\Z"
-    ):
+    said = r"^the cache of keys and values is full; give --spill-dir, or a larger .*\Z"
+    with pytest.raises(CapacityError, match=said):
         branch.add(0, chunks_of(2, 5))
     branch.everything()
     branch.rounds(1, wanted(branch, 1, 0, 1, 2))
@@ -555,9 +541,7 @@ def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.Monkey
                 refusals.left = None
                 one_pass(start)
             for layer in cache.layers:
-                keys, values = layer.span(0, cache.length)
-                assert torch.equal(keys, text[layer.index, :, : cache.length])
-                assert torch.equal(values, -keys)
+                assert_are(layer.span(0, cache.length), text[layer.index, :, : cache.length])
         k += 1
     assert k > 1
 
@@ -579,8 +563,8 @@ def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
     layout = tiers_of(tiers, limit=6, kv_dtype=kv_dtype)
 
     def pages(first: int, stop: int, seed: int) -> tuple[Tensor, Tensor]:
-        k = chunks_of(12, seed).flatten(1, 2)
-        return k[:, first * SIZE : stop * SIZE], -k[:, first * SIZE : stop * SIZE]
+        k = chunks_of(12, seed)[:, first:stop].flatten(1, 2)
+        return k, -k
 
     def add(to: TierStack, seed: int) -> None:
         for layer in range(N_LAYERS):
@@ -603,9 +587,8 @@ def test_an_interruption_anywhere_leaves_tiers_that_can_be_used(
         under_test.top.bring(Pages.grid(under_test.groups(0), np.arange(2)))
         for each in (under_test, under_test.fork()):
             for layer in range(N_LAYERS):
-                found = each.chunks(layer, 0, 9)
-                for x, old, new in zip(found, pages(0, 4, layer), pages(4, 9, 20 + layer), strict=True):
-                    assert torch.equal(x, torch.cat((old, new), dim=1)), place
+                truth = torch.cat((pages(0, 4, layer)[0], pages(4, 9, 20 + layer)[0]), dim=1)
+                assert_are(each.chunks(layer, 0, 9), truth)
 
 
 class Shelf(Tier):

@@ -133,7 +133,6 @@ def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkey
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
