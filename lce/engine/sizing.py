@@ -230,6 +230,10 @@ def device_of(name: object) -> torch.device:
     """Return the device that a user names. Raises `UsageError` for a device that this machine lacks."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _named(name)
+
+
+def _named(name: object) -> torch.device:
     if not isinstance(name, str | torch.device):
         raise UsageError(f"device is {shown(name)}; {EXPECTED_DEVICES}")
     try:

@@ -61,6 +61,10 @@ def available() -> list[str]:
 
 def find(name: str) -> type[Method]:
     """Return the method class registered as `name`, or raise a `UsageError` that suggests the nearest name."""
+    return _REGISTRY[name] if isinstance(name, str) and name in _REGISTRY else _found(name)
+
+
+def _found(name: str) -> type[Method]:
     if not isinstance(name, str):
         raise UsageError(f"method is {shown(name)}; expected a name; valid: {', '.join(available())}")
     if name == AUTO:
@@ -68,7 +72,7 @@ def find(name: str) -> type[Method]:
             "auto stands for a method where one model is loaded or planned: in lce.load, lce.plan, and lce generate, "
             "chat, prefill and plan, without knobs"
         )
-    if name not in _REGISTRY and (point := plugins(ENTRY_POINTS).get(name)) is not None:
+    if (point := plugins(ENTRY_POINTS).get(name)) is not None:
         _register_plugin(name, point)
     if name not in _REGISTRY:
         hint = "a file of yours is run by lce.methods.from_file" if name.endswith(".py") else nearest(name, available())

@@ -170,9 +170,8 @@ class RopeConfig:
     def reach(self, window: int) -> int:
         """Return how many positions a model with this scaling can be trusted on.
 
-        As in vLLM, this is the factor of the scaling times the window before scaling: `original_window` if the config
-        has one (YaRN, Llama 3), else `window`. The result is at least `window`: Llama 3.1 announces 131,072 positions,
-        which is more than its factor 8 times 8,192.
+        As in vLLM, this is the factor times the window before scaling, but at least `window`: Llama 3.1 announces
+        131,072 positions, which is more than its factor 8 times 8,192.
         """
         scaled = 0 if self.kind == "none" else int((self.original_window or window) * self.factor)
         return max(window, scaled)
@@ -313,6 +312,10 @@ def rope_section(fields: Fields) -> Fields:
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters", part)
     if not older.values or not fields.values.get("rope_parameters"):
         return older if older.values else newer
+    return _joined(fields, older, newer)
+
+
+def _joined(fields: Fields, older: Fields, newer: Fields) -> Fields:
     kinds = {kind_of(older), kind_of(newer)} - {None, ""}
     shared = (older.values.keys() & newer.values.keys()) - {"rope_type", "type"}
     differing = ["rope_type"] if len(kinds) > 1 else []

@@ -81,6 +81,13 @@ def linear(
             return panels.product(x, weight, bias, gate, onto, dtype)
         out = torch.cat([panels.product(x, *part, None, None, dtype) for part in weight.with_biases(bias)], dim=1)
         return _after(out, gate, onto)
+    return _by_operators(x, weight, bias, **around)
+
+
+def _by_operators(
+    x: Tensor, weight: Matrix, bias: Tensor | None, norm: Tensor | None, eps: float, gate: Gate | None, **how: Any
+) -> Tensor:
+    onto, out_dtype = how["onto"], how["out_dtype"]
     wide = out_dtype is not None and x.is_cpu  # the norm's result is not rounded either
     if norm is not None:
         x = rms_norm(x.to(out_dtype), norm.to(out_dtype), eps) if wide else rms_norm(x, norm, eps)
