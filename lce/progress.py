@@ -106,8 +106,7 @@ def _bar(label: Label, unit: str) -> Iterator[Progress]:
             return lambda text: print(f"\r\x1b[J{text}", end="\r", file=file, flush=True)
 
     is_plain = tqdm.auto.tqdm.status_printer is not tqdm.tqdm.status_printer
-    has_no_cursor = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
-    draw = tqdm.auto.tqdm if is_plain or has_no_cursor else Bar
+    draw = tqdm.auto.tqdm if is_plain or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" else Bar
     with draw(desc=label_now(label).removesuffix(":"), unit=unit, leave=False, dynamic_ncols=True) as drawn:
 
         def advance(done: int, total: int) -> None:

@@ -110,8 +110,7 @@ def wait_passively() -> None:
     """Set the environment so that waiting OpenMP threads soon sleep. Call this before torch is loaded.
 
     By default they spin, on a busy machine even on the core that the slowest thread needs. With `PASSIVE` they spin for
-    about 20 microseconds, because the kernels of a decode step follow each other faster than a thread wakes up. An
-    environment that has one of these settings is not changed.
+    about 20 microseconds, as kernels of a decode step follow each other faster than a thread wakes up. Settings stay.
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in PASSIVE):
         os.environ.update(PASSIVE)
@@ -192,8 +191,7 @@ def _start_threads(n: int) -> None:
 
 def peak_memory() -> dict[str, int]:
     """Return the peak bytes of this process in memory (`process`) and, if it used GPUs, allocated on GPUs (`gpu`)."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peaks = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peaks = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         peaks["gpu"] = sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
@@ -246,9 +244,8 @@ def _text(path: Path) -> str:
 def keep_freed_memory() -> None:
     """Make glibc reuse the memory of one layer's activations for the next layer. Does nothing without glibc.
 
-    By default glibc returns them to the system each time, and the page faults slow a prefill down. The process now
-    keeps up to `TRIM_THRESHOLD` bytes. Allocations above `MMAP_THRESHOLD`, such as a long context's keys, are still
-    returned.
+    By default glibc returns them to the system each time, and the page faults slow a prefill down. Now it keeps up to
+    `TRIM_THRESHOLD` bytes, but returns allocations above `MMAP_THRESHOLD`, such as a long context's keys.
     """
     for number, size in ((-1, TRIM_THRESHOLD), (-3, MMAP_THRESHOLD)):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
         _glibc("mallopt", number, size)

@@ -142,11 +142,10 @@ class Attention(ABC):
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
     ) -> None:
-        """Compute `dispatch` for rows sorted by tile, `order [A]`, and each tile's number of rows, `counts [E]`.
+        """Compute `dispatch` for rows sorted by tile, `order [A]`, of which tile e has `counts[e]`. Others come last.
 
-        Rows without a tile come last in `order`. Tiles with similar numbers of rows share a batched call, padded by a
-        quarter at most, so that about a dozen calls suffice and each tile is read once. Time: O(A · L · D). Memory:
-        about `AT_ONCE` bytes of queries and keys.
+        Tiles with similar numbers of rows share a batched call, padded by a quarter at most, so that about a dozen
+        calls suffice. Time: O(A · L · D). Memory: about `AT_ONCE` bytes of queries and keys.
         """
         (out, lse), starts = into, counts.cumsum(0) - counts
         step = 2 ** (torch.log2(counts.clamp(min=4).double()).floor().long() - 2)
@@ -167,9 +166,8 @@ class Attention(ABC):
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Compute the attention of T queries per tile, `q [E, T, D]`, to E tiles `k v [E, L, D]`.
 
-        Memory budgets decide which tiles share a call. So the bits of a tile's result must not depend on the other
-        tiles, nor on the number of threads. PyTorch may use another routine for a batch of one, so on the CPU a single
-        tile is computed twice in one call.
+        Memory budgets decide which tiles share a call, so a result's bits must not depend on the others, nor on the
+        threads. PyTorch may use another routine for a batch of one, so on the CPU a single tile is computed twice.
         """
         if len(q) > 1 or q.is_cuda:
             return self.attend(q, k, v, causal=False)

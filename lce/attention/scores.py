@@ -67,10 +67,9 @@ def dot_products(q: Tensor, vectors: Tensor, together: int = 1) -> Tensor:
 
 
 def bound_scores(q: Tensor, bounds: Tensor, together: int = 1) -> Tensor:
-    """Return an upper bound of `q · k` for the keys of M pages: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H / n, T, M]`.
+    """Return a bound of `q · k` for the keys of M pages: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H / n, T, M]`.
 
-    `q [H, T, D]` are queries. `bounds [G, M, 2, D]` are the minimum and the maximum of each channel of a page's keys.
-    Bounds are summed over n = `together` neighbouring heads.
+    `bounds [G, M, 2, D]` are each channel's minimum and maximum. Bounds are summed over n = `together` heads.
     """
     if (few := _scores_of_few(q, bounds, together)) is not None:
         return few
@@ -104,10 +103,9 @@ def _summed(scores: Tensor, together: int) -> Tensor:
 
 
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return the products `[t, n]` of low-dim queries `q [t, R]` with low-dim keys `k [n, R]`, stored token by token.
+    """Return the products `[t, n]` of low-dim queries `q [t, R]` with keys `k [n, R]`, stored token by token.
 
-    On CPUs, and for one query, scores are float32. They are written to `into`, if given: a float32 buffer of
-    `scores_size` numbers or more, used for all layers because new memory is slow.
+    On CPUs they are float32, in `into`, if given: `scores_size` numbers, for all layers because new memory is slow.
     """
     if len(q) == 1 or not compiled_for(k) or k.shape[1] % 2:
         return dot_products(q[None], k[None])[0]
@@ -181,9 +179,8 @@ def leading(x: Tensor, n: int) -> Tensor:
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
     """Return the n best of the chunks before each query's own chunk: `[C, T, min(n, M)]`, ascending, then -1.
 
-    Row t of `scores [C, T, M]` is the query at index `start + t`, whose own chunk is `(start + t) // size`. `start` is
-    a number, or one int64 on the device. The chunks `forced [T, M]` (bool) are taken first; other chunks whose score is
-    -inf are never taken. Time: O(C · T · M).
+    Row t of `scores [C, T, M]` is the query at index `start + t`; `start` is a number, or one int64 on the device. The
+    chunks `forced [T, M]` (bool) come first; others that score -inf are never taken. Time: O(C · T · M).
     """
     if compiled_for(scores) and not isinstance(start, Tensor):
         return choices.best_chunks(scores.contiguous(), forced, n, start, size)
@@ -211,8 +208,7 @@ def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     scores = spread(scores, eps)
     least = scores.topk(n).values[-1]
     above, equal = scores > least, scores == least
-    taken = above | (equal & (equal.cumsum(0) <= n - above.sum()))
-    return torch.nonzero_static(taken, size=n).squeeze(1)
+    return torch.nonzero_static(above | (equal & (equal.cumsum(0) <= n - above.sum())), size=n).squeeze(1)
 
 
 def best_runs(
@@ -229,8 +225,7 @@ def best_runs(
 def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return chosen chunks `[C, K]`, -1 for none, as runs of tokens: first tokens and counts, `[C, K]` each.
 
-    If the query's index `at [1]` is given, one more run at the end is the query's own chunk up to the query. `like` has
-    the dtype and device of the keys.
+    If the query's index `at [1]` is given, its own chunk up to the query is one more run. `like` is as keys are.
     """
     if launching.runs_on(like):
         from lce.kernels.cuda import choices as on_gpu

@@ -38,8 +38,7 @@ class Tiles:
         """Return the tile numbers `[H·T·K]` of chosen chunks `[H, T, K]`; -1 for chunks that are not in this round."""
         n_heads, rep = len(chunk_ids), len(chunk_ids) // len(self.index)
         kv_head = torch.arange(n_heads, device=chunk_ids.device) // rep
-        tile = self.index[kv_head[:, None, None], chunk_ids.clamp(min=0)]
-        return tile.masked_fill_(chunk_ids < 0, -1).view(-1)
+        return self.index[kv_head[:, None, None], chunk_ids.clamp(min=0)].masked_fill_(chunk_ids < 0, -1).view(-1)
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,8 @@ class SlotQueries:
     """Queries `q [H, T, D]` rotated for each of K slots: row `(h·T + t)·K + s` is `q[h, t]` rotated by `turns[t, s]`.
 
     `turns` are rotations `[T, K, D/2]`, or `[T, 1, D/2]` if one rotation serves all slots. Rows are rotated when they
-    are taken, so that K rotated copies of `q` never take memory. If all rows fit in `AT_ONCE` bytes, or one rotation
-    serves all slots, all rows are rotated together.
-
-    `n_sharing` query heads share a KV head and its tiles (None: any number of heads may). No query chooses a chunk
-    twice, so a tile has at most `most_rows` rows.
+    are taken, so that K copies of `q` never take memory; all together if they fit in `AT_ONCE` bytes, or one serves
+    all. `n_sharing` query heads share a KV head (None: any number may), so a tile has at most `most_rows` rows.
     """
 
     def __init__(self, q: Tensor, turns: Turn, n_slots: int, n_sharing: int | None = None) -> None:

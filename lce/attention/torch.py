@@ -19,8 +19,7 @@ MOST_BLOCKS = 65_535  # the largest size of a CUDA grid along its second and thi
 class Torch(Attention):
     """The backend of PyTorch's operators.
 
-    On CUDA the flash kernels accept half precision and some head dimensions. Other tensors, such as float32 ones, are
-    computed by plain float32 arithmetic, a slice of the queries at a time.
+    On CUDA the flash kernels take half precision and some head dimensions; for others it is plain float32 arithmetic.
     """
 
     name = "torch"
@@ -70,8 +69,7 @@ class Torch(Attention):
         k, v = readable(q, k, v)
         scores = torch.bmm(q.float() * q.shape[-1] ** -0.5, k.mT.float())
         lse = scores.logsumexp(-1, keepdim=True)
-        out = torch.bmm((scores - lse).exp_(), v.float())
-        return out.to(q.dtype), lse.squeeze(-1)
+        return torch.bmm((scores - lse).exp_(), v.float()).to(q.dtype), lse.squeeze(-1)
 
     def grouped(
         self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended

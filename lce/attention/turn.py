@@ -25,8 +25,7 @@ class Turn(NamedTuple):
 class SlotTurns(NamedTuple):
     """A rotation for each of K slots of T queries: `table [P, D/2]` has the rotations, `rows [T, K]` their numbers.
 
-    `rows` is int64, `[T, 1]` if one rotation serves all slots of a query, or `[1, 1]`. The table is small, because
-    slots of different queries share positions.
+    `rows` is int64; `[T, 1]` if one rotation serves all slots of a query, or `[1, 1]`. Slots share a table's entries.
     """
 
     table: Turn
@@ -60,8 +59,7 @@ def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tenso
     `at` may be one int64 on the device, so that one CUDA graph of a step serves all positions.
     """
     alike = k.dtype is into_k.dtype is v.dtype
-    alike_turned = alike and (turn is None or turn.cos.dtype is k.dtype)
-    if alike_turned and not isinstance(at, Tensor) and elementwise.runs_on(k):
+    if alike and (turn is None or turn.cos.dtype is k.dtype) and not isinstance(at, Tensor) and elementwise.runs_on(k):
         elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))
     elif alike and launching.runs_on(k):
         from lce.kernels.cuda import elementwise as on_gpu

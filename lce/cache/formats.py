@@ -150,8 +150,7 @@ class Int8(KVFormat):
         peak = peak.nan_to_num_(nan=0.0).clamp_(max=self.largest_peak).masked_fill_(peak < self.least_peak, 0.0)
         bits = (peak / self.most).view(torch.int32)
         scale = ((bits + 0x80) & ~0xFF).view(torch.float32)  # rounds a float's 24 significant bits to 16
-        divisor = scale.masked_fill(scale == 0, 1.0)
-        return (x / divisor).round_().clamp_(-self.most, self.most).to(torch.int8), scale
+        return (x / scale.masked_fill(scale == 0, 1.0)).round_().clamp_(-self.most, self.most).to(torch.int8), scale
 
     def unpack(self, pages: Tensor) -> Parts:
         k, v = (x.transpose(1, 2) for x in self._numbers(pages[:, : self.size], pages[:, self.size :]))
@@ -171,8 +170,7 @@ class Int8(KVFormat):
         """Return the scales of tokens' keys, `[n, …, P, D]` from `extra`, and values, `[n, …, P, 1]` from `rows`."""
         k_scale = extra.flatten(1)[:, : self.heads * self.stored_dim * FLOAT].contiguous().view(torch.float32)
         v_scale = rows[..., self._number_bytes :][..., : self.heads * FLOAT].contiguous().view(torch.float32)
-        shape = len(rows), *[1] * (rows.ndim - 2), self.heads, self.stored_dim
-        return k_scale.view(shape), v_scale[..., None]
+        return k_scale.view(len(rows), *[1] * (rows.ndim - 2), self.heads, self.stored_dim), v_scale[..., None]
 
     def check(self, rows: Tensor, extra: Tensor, name: str) -> None:
         for scale in self._scales(rows, extra):

@@ -208,9 +208,8 @@ class KVCache:
     def mark(self, n_tokens: int | None = None) -> Mark:
         """Return a mark for `go_back`, after all tokens, or after `n_tokens`, a length that `nearest` returned.
 
-        Nothing is copied, except that a mark after all tokens has copies of the tokens that a lossy format has not
-        rounded yet. After going back to a mark after `n_tokens`, rounded tokens stay rounded. A mark is valid until the
-        cache goes back to fewer tokens.
+        It copies only what a lossy format has not rounded yet, if after all tokens; else rounded tokens stay rounded. A
+        mark is valid until the cache goes back to fewer tokens.
         """
         self.settle()
         copied = n_tokens is None and self.layout.format.rounds
@@ -241,8 +240,7 @@ class KVCache:
         self.settle()
         share([each for layer in self.layers for each in layer.shareable()])
         for_fork = functools.cache(MemoryFile.for_fork)
-        buffer_tokens = 0 if self.growing else self.layers[0].buffer.capacity
-        stacks = [stack.fork(buffer_tokens) for stack in self.stacks]
+        stacks = [stack.fork(0 if self.growing else self.layers[0].buffer.capacity) for stack in self.stacks]
         devices = [self.layout.by_device.index(layer.layout) for layer in self.layers]
         own = [stacks[device] if stacks else None for device in devices]
         layers = [layer.fork(stack, for_fork) for layer, stack in zip(self.layers, own, strict=True)]

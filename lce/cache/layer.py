@@ -238,8 +238,7 @@ class LayerCache:
         wanted = wanted.view(n_kv_heads, -1)[:, :n_chunks].cpu()  # the only wait for the device
         pages = wanted[:, :n_old].unflatten(0, (-1, self.layout.page_heads)).any(dim=1)  # [groups, old chunks]
         for tiles in self.tiers.rounds(self.index, pages.numpy()):
-            index = torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1)
-            yield Tiles(tiles.k, tiles.v, index)
+            yield Tiles(tiles.k, tiles.v, torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1))
         if wanted[:, n_old:].any() or not pages.any():
             yield self.buffer.tiles(n_chunks)
 

@@ -124,8 +124,7 @@ class CacheLayout:
     @property
     def token_bytes(self) -> int:
         """The bytes of one token's keys and values over all layers, on the device."""
-        vector_bytes = self.format.stored_dim * self.format.stored_dtype.itemsize
-        return 2 * self.n_layers * self.n_kv_heads * vector_bytes
+        return 2 * self.n_layers * self.n_kv_heads * self.format.stored_dim * self.format.stored_dtype.itemsize
 
     def whole_chunks(self, n_tokens: int) -> int:
         """Return `n_tokens` rounded up to whole chunks."""

@@ -168,9 +168,8 @@ def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> by
 
 def cache_facts(cache: KVCache) -> dict[str, Any]:
     """Return the manifest's entries about the cache: its format, its rows, and which tokens have none."""
-    if not cache.fixed:
-        return {"format": FORMAT, "read": cache.length}
-    return {"format": EVICTED, "read": cache.length, "evicted": list(cache.evicted)}
+    own = {"format": EVICTED, "evicted": list(cache.evicted)} if cache.fixed else {"format": FORMAT}
+    return {"read": cache.length, **own}
 
 
 def page_facts(layout: CacheLayout) -> dict[str, Any]:
@@ -232,8 +231,7 @@ def read_tensors(header: Header, tensors: Mapping[str, FileTensor]) -> dict[str,
     found = {}
     for name, x in tensors.items():
         data = _read(header.descriptor, x.n_bytes, x.start, header.path)
-        read = torch.frombuffer(data, dtype=x.dtype) if data else torch.empty(0, dtype=x.dtype)
-        found[name] = read.view(x.shape)
+        found[name] = (torch.frombuffer(data, dtype=x.dtype) if data else torch.empty(0, dtype=x.dtype)).view(x.shape)
     signed = dict(header.manifest.raw)
     if signed.pop("digest", None) != digest(found, signed):
         raise DataError(f"{named(header.path)} was altered since it was written; {REMEDY}")

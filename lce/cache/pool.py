@@ -266,8 +266,7 @@ class Pool(Tier):
 
     def _holding(self, slots: Numbers) -> Numbers:
         slots = slots[self.slots.group[slots] >= 0]
-        held: Numbers = slots[self.index[self._pages(slots)] == slots]
-        return held
+        return slots.compress(self.index[self._pages(slots)] == slots)
 
     def _drop(self, slots: Numbers) -> None:
         """Free slots; entries of -1 are ignored."""

@@ -96,8 +96,7 @@ class RowBuffer:
     @property
     def n_bytes(self) -> int:
         """The bytes that the buffer takes; if it is in a file, only rows that were written count."""
-        n_rows = self.capacity if self._shared is None else self._stop
-        return self.place[1] // max(self.capacity, 1) * n_rows
+        return self.place[1] // max(self.capacity, 1) * (self.capacity if self._shared is None else self._stop)
 
     def prepare(self, start: int, stop: int) -> None:
         """Prepare to write rows `start..stop-1`. If forks see some of the rows, map the file privately from now on."""

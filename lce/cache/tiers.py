@@ -38,8 +38,7 @@ from lce.sizes import size_text
 class TierStack:
     """The tiers of one context, from the device's pool down, with all chunks that have left the recent buffers.
 
-    Tiers never change what is attended: the same numbers come back from any tier. If the stack is `growing`, chunks
-    that are no longer recent move to the tiers. Otherwise later tokens stay in the buffers.
+    The same numbers come back from any tier. Chunks that are no longer recent move here only if it is `growing`.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,7 +67,7 @@ def method_lines(method: dict[str, Any]) -> list[str]:
     from lce.methods.knobs import spelled
 
     rows = [(f"  {x['name']}={spelled(x['default'])}", x["type"], x["meaning"] or "") for x in method["options"]]
-    lines = _table(rows)
+    lines = aligned(rows, str.ljust)
     for name, values in method.get("presets", {}).items():
         lines.append(f"  preset={name}  " + " ".join(f"{knob}={spelled(value)}" for knob, value in values.items()))
     return [method["name"], f"  {method['summary']}", *(lines or ["  (no options)"])]
@@ -146,7 +146,7 @@ def model_lines(model: ModelInfo) -> list[str]:
     groups = [(f"  {x.kind}", str(x.count), x.type, size_text(x.n_bytes)) for x in model.tensors]
     mixed = len({group.type for group in model.tensors}) > 1
     tensors = ["", *aligned([("tensors", "count", "type", "size"), *groups])] if mixed else []
-    return [*_table(rows.items()), *tensors, "", title, *_table((methods | refused).items())]
+    return [*aligned(rows.items(), str.ljust), *tensors, "", title, *aligned((methods | refused).items(), str.ljust)]
 
 
 def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]:
@@ -173,7 +173,7 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
         rows["announced"] = f"{context.announced:,} tokens in the end"
     if ends is not None:
         rows |= {"begins": shown(ends[0]), "ends": shown(ends[1])}
-    return _table(rows.items())
+    return aligned(rows.items(), str.ljust)
 
 
 def _word(text: str) -> str:
@@ -204,11 +204,6 @@ def _pairs(knobs: Mapping[str, Any]) -> str:
 
     texts = {name: _word(value) if isinstance(value, str) else spelled(value) for name, value in knobs.items()}
     return " ".join(f"{name}={text}" for name, text in texts.items())
-
-
-def _table(rows: Collection[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def operations_object(counted: Operations) -> dict[str, Any]:

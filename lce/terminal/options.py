@@ -126,21 +126,16 @@ class NewFile(NamedTuple):
 
 
 def new_file(path: str | None, force: bool) -> NewFile:
-    """Check the path of a file that a command will write, before any work. Accepts None: no file."""
-    if path is not None:
-        _check_target(path, force)
-    return NewFile(path, force)
-
-
-def _check_target(path: str, force: bool) -> None:
-    """Raise an error for a path that cannot be written. `--context` may be: `Context.save` looks if it is the same."""
+    """Check the path of a file that a command will write, if any, before any work."""
     if path == "":
         raise UsageError("the file to write has no name; give one, for example document.lce")
-    opened = click.get_current_context().params.get("context_file")
-    check_new(path, force, lambda path: opened is not None and os.path.realpath(opened) == os.path.realpath(path))
-    if os.path.exists(path):
-        note(f"{named(path)} exists and will be replaced")
-    check_folder(path)
+    if path is not None:
+        own = click.get_current_context().params.get("context_file")  # `Context.save` finds out whether it changed
+        check_new(path, force, lambda path: own is not None and os.path.realpath(own) == os.path.realpath(path))
+        if os.path.exists(path):
+            note(f"{named(path)} exists and will be replaced")
+        check_folder(path)
+    return NewFile(path, force)
 
 
 def _note_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -48,8 +48,7 @@ def note(text: str) -> None:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return a Markdown table; all columns except the first are right-aligned, for numbers."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return [f"| {' | '.join(line)} |" for line in [head, ["---", *["---:"] * (len(head) - 1)], *rows]]
 
 
 def plain(value: Any) -> Any:
@@ -59,10 +58,10 @@ def plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else os.fspath(value)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as columns of text; the first column is left-aligned, others right-aligned."""
+def aligned(rows: Collection[Sequence[str]], rest: Callable[[str, int], str] = str.rjust) -> list[str]:
+    """Return rows of cells as columns of text; the first column is left-aligned, others as `rest` says."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return ["  ".join([row[0].ljust(widths[0]), *map(rest, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
 @dataclass

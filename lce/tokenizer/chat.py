@@ -174,8 +174,7 @@ def _answer(request: str) -> bytes:
         raise _cannot_start(error.strerror or type(error).__name__) from None
     with process:
         try:
-            raw = request.encode("utf-8", "surrogatepass")
-            answer: bytes = process.communicate(raw, timeout=MOST_WAITED)[0]
+            answer: bytes = process.communicate(request.encode("utf-8", "surrogatepass"), timeout=MOST_WAITED)[0]
         except TimeoutExpired:
             late = f"the chat template was not rendered within {MOST_WAITED} s: the machine is too busy; try again"
             raise LceError(late) from None

@@ -196,14 +196,13 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, bytes]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     ids = {token: token_id for token, (token_id, kind) in kinds.items() if kind != _UNUSED}
     merges = vocabulary.strings("merges")
-    model = {"type": "BPE", "ignore_merges": rules.ignore_merges, "vocab": ids, "merges": merges}
     content = {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": rules.normalizer and {"type": rules.normalizer},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "decoder": byte_level,
-        "model": model,
+        "model": {"type": "BPE", "ignore_merges": rules.ignore_merges, "vocab": ids, "merges": merges},
     }
     raw = json.dumps(content, ensure_ascii=False).encode()
     return {"tokenizer.json": raw, "tokenizer_config.json": vocabulary.settings(rules.add_bos)}

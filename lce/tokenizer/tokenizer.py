@@ -119,8 +119,7 @@ class Tokenizer:
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Return the ids of `text`. Special tokens that are written in the text are recognised.
 
-        `bos` says whether a BOS comes first; None follows the tokenizer's rule. A text that begins with a BOS gets no
-        second BOS.
+        `bos` says whether a BOS comes first, unless the text has it already; None follows the tokenizer's rule.
         """
         content = self._encode(text)
         if bos and self.bos_id is None:

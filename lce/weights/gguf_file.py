@@ -132,8 +132,7 @@ def _read_file(path: Path, before: int = 0) -> tuple[GgufFile, int]:
 class _Header:
     """The header of an open file of `file_size` bytes, read from the front to the back, and `most` bytes at most.
 
-    `raw` has some bytes of the file, from `base` on. `at` is the place in `raw` of the next byte to read. `n_values` is
-    the number of array elements so far.
+    `raw` has bytes from `base` on; the next to read is at `at`. `n_values` counts array elements so far.
     """
 
     def __init__(self, path: Path, descriptor: int, file_size: int, most: int) -> None:
@@ -183,17 +182,21 @@ class _Header:
                 raise Damaged(self.path, f"{count} {what} in a file of {self.file_size} bytes, {limit}")
         return n_tensors, n_keys
 
+    def name(self, what: str, number: int, most: int) -> tuple[str, str]:
+        """Read the name of a key or a tensor, and return it with its label for errors."""
+        (name,) = self.strings(1, f"the name of {what} {number}")
+        if not 0 < len(name.encode()) <= most:
+            raise Damaged(self.path, f"{what} {number} has a name of {len(name)} characters, expected 1 to {most}")
+        if not name.isprintable():
+            raise Damaged(self.path, f"{what} {shown(name)} has characters that cannot be printed")
+        return name, f"{what} {shown(name)}"
+
     def metadata(self, n_keys: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for number in range(n_keys):
-            (key,) = self.strings(1, f"the name of key {number}")
+            (key, label), count = self.name("key", number, _LONGEST_KEY), 1
             if key in found:
-                raise Damaged(self.path, f"key {shown(key)} appears twice")
-            if not 0 < len(key) <= _LONGEST_KEY:
-                raise Damaged(self.path, f"key {number} has a name of {len(key)} characters")
-            if not key.isprintable():
-                raise Damaged(self.path, f"key {shown(key)} has characters that cannot be printed")
-            label, count = f"key {shown(key)}", 1
+                raise Damaged(self.path, f"{label} appears twice")
             kind = kind_of_key = self.numbers("I", 4)[0]
             if kind == _ARRAY:
                 kind, count = self.numbers("IQ", 12)
@@ -246,12 +249,7 @@ class _Header:
 
     def tensor(self, number: int) -> tuple[str, int, tuple[int, ...], int]:
         """Read the description of tensor `number`: its name, the type's number, the shape, and the data's offset."""
-        (name,) = self.strings(1, f"the name of tensor {number}")
-        label = f"tensor {shown(name)}"
-        if not 0 < len(name.encode()) <= _LONGEST_NAME:
-            raise Damaged(self.path, f"{label} has a name of {len(name)} characters, expected 1 to {_LONGEST_NAME}")
-        if not name.isprintable():
-            raise Damaged(self.path, f"{label} has characters that cannot be printed")
+        name, label = self.name("tensor", number, _LONGEST_NAME)
         (n_dims,) = self.numbers("I", 4)
         if n_dims > 4:
             raise Damaged(self.path, f"{label} has {n_dims} dimensions, expected at most 4")

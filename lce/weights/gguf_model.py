@@ -159,8 +159,7 @@ class Llama:
         if shape[:1] != (n_rows,) or self.head_dim % 2:
             expected = f"{n_rows} rows, {n_heads} heads of an even number of channels"
             raise ModelError(f"{named(self.file.path)}: {stored} is {list(shape)}; expected {expected}; {AGAIN}")
-        rows = np.arange(n_rows, dtype=np.int64)
-        return rows.reshape(n_heads, self.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+        return np.arange(n_rows, dtype=np.int64).reshape(n_heads, self.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 class Mistral3(Llama):
@@ -221,10 +220,9 @@ class Gemma3(Qwen3):
     }
 
     def own(self, rope: dict[str, Any]) -> dict[str, Any]:
-        whole = self.hidden_size // self.n_heads
         return {
             "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": whole if self.n_layers == 62 else self.head_dim,
+            "query_pre_attn_scalar": self.hidden_size // self.n_heads if self.n_layers == 62 else self.head_dim,
             "norms_plus_one": True,
             **self.windows(rope, 6, 10000.0),
         }
@@ -234,9 +232,8 @@ class Olmo2(Qwen3):
     """OLMo 2, and OLMo 3, which has a sliding window in most layers: norms behind attention and MLP, none before."""
 
     family = "Olmo2ForCausalLM", "olmo2"
-    names = {name: x for name, x in Qwen3.names.items() if name not in ("attn_norm", "ffn_norm")} | {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
+    names: ClassVar[dict[str, str]] = {
+        key: x for key, x in Gemma3.names.items() if key not in ("attn_norm", "ffn_norm")
     }
 
     def own(self, rope: dict[str, Any]) -> dict[str, Any]:
@@ -245,12 +242,4 @@ class Olmo2(Qwen3):
         return newer if found["sliding_window"] else {}
 
 
-_ARCHITECTURES: dict[str, type[Llama]] = {
-    "llama": Llama,
-    "mistral3": Mistral3,
-    "smollm3": SmolLM3,
-    "qwen2": Qwen2,
-    "qwen3": Qwen3,
-    "gemma3": Gemma3,
-    "olmo2": Olmo2,
-}
+_ARCHITECTURES = {kind.__name__.lower(): kind for kind in (Llama, Mistral3, SmolLM3, Qwen2, Qwen3, Gemma3, Olmo2)}

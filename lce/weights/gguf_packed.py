@@ -37,8 +37,7 @@ def put_blocks(layout: Layout, exploded: Exploded, n_rows: int, parts: Mapping[s
     numbers: dict[str, NDArray[Any] | None] = {"scales": exploded.d, "mins": exploded.dmin}
     if layout.nested:
         numbers = {"scales": exploded.sub, "mins": exploded.submin}
-        supers = [exploded.d] if exploded.dmin is None else [exploded.d, exploded.dmin]
-        for n, of_super in enumerate(supers):
+        for n, of_super in enumerate([exploded.d] if exploded.dmin is None else [exploded.d, exploded.dmin]):
             put(of_super.reshape(n_rows, -1), parts["supers"][:, :, n])
     for part, each in numbers.items():
         if each is not None:

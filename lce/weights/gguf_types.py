@@ -134,8 +134,7 @@ def _five_bits(x: Any) -> NDArray[np.int8]:
 
 
 def _q2_k(x: Any) -> Exploded:
-    codes = _fields(x["qs"], 2).view(np.int8)
-    return Exploded(codes, x["d"], x["scales"] & 15, x["dmin"], x["scales"] >> 4)
+    return Exploded(_fields(x["qs"], 2).view(np.int8), x["d"], x["scales"] & 15, x["dmin"], x["scales"] >> 4)
 
 
 def _q3_k(x: Any) -> Exploded:

@@ -252,10 +252,9 @@ def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.d
 def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Mapping[Path, int]) -> None:
     """Read stored tensors from open files into the tensors `outs` of the same names, in the order of the files.
 
-    A tensor of `outs` must be contiguous. It may be a part of a larger tensor, have another dtype than the stored
-    tensor, and be on any device. Peak memory beside `outs` is `2 * READERS` pieces of `PIECE` bytes, if tensors are
-    converted. Raises ModelError for a file that ends too early or cannot be read, for bytes that disagree with their
-    checksum, and for a number that is NaN or infinite, or becomes infinite in the dtype of its tensor in `outs`.
+    A tensor of `outs` must be contiguous; it may be a part of a larger one, of another dtype, on any device. Peak
+    memory beside `outs` is `2 * READERS` pieces of `PIECE` bytes. Raises ModelError for a file that ends too early or
+    cannot be read, for wrong checksums, and for numbers that are NaN or infinite, or become so.
     """
     pinned = any(out.is_cuda for out in outs.values())
     # Pieces to convert are first read into `stages`, in turn. A stage's earlier piece has been delivered by then.

@@ -26,11 +26,10 @@ def save_quantised(
     files: Mapping[str, bytes],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Write a checkpoint's tensors to `path`: matrices in `schemes` are quantised, others copied.
+    """Write a checkpoint's tensors of these `shapes` to `path`: matrices in `schemes` are quantised, others copied.
 
-    `shapes` has the shape of each tensor to write. `weights` is the name of the scheme that the user chose. `files` has
-    the contents of the files beside the weights, by name. The file appears whole or not at all, with checksums of its
-    tensors and of `files`. `progress` is called with the bytes read so far and with the bytes of all tensors.
+    `weights` is the scheme's name that the user chose, `files` the contents of the files beside the weights. The file
+    appears whole or not at all, with checksums of its tensors and of `files`. `progress` gets the bytes read and all.
     """
     if checkpoint.quantised:
         raise ModelError(f"{named(checkpoint.folder)} is quantised already; give the checkpoint that it was made of")
@@ -52,8 +51,7 @@ def save_quantised(
     with written_whole(path) as file:
         file.write(_header(entries, manifest))
         for name, shape in sorted(shapes.items()):
-            wanted = {name: (name, shape)}
-            found = checkpoint.load(wanted, dtype=None, device=cpu, ignore=["*"], schemes=schemes)[name]
+            found = checkpoint.load({name: (name, shape)}, dtype=None, device=cpu, ignore=["*"], schemes=schemes)[name]
             parts = {f"{name}.{part}": x for part, x in found.parts.items()} if name in schemes else {name: found}
             for stored, tensor in parts.items():
                 data = tensor.view(-1).view(torch.uint8).numpy()

@@ -10,11 +10,7 @@ from lce.weights.checkpoint import Checkpoint
 # What the modules of the published names are for, in the order of a listing.
 _KINDS = {
     "embed_tokens": "embedding",
-    "q_proj": "attention q",
-    "k_proj": "attention k",
-    "v_proj": "attention v",
-    "qkv_proj": "attention qkv",
-    "o_proj": "attention o",
+    **{f"{part}_proj": f"attention {part}" for part in ("q", "k", "v", "qkv", "o")},
     "gate_proj": "mlp gate",
     "up_proj": "mlp up",
     "gate_up_proj": "mlp gate and up",

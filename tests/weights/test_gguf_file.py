@@ -121,7 +121,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "an alignment beyond the file": (aligned(1 << 20), "the file is cut short: 128 bytes, expected 1048608"),
     "an alignment of another type": (aligned(32, "IQ"), "key 'general.alignment' has the type 10, expected 4"),
     "a name twice": (two(64, 32, "w"), "tensor 'w' appears twice"),
-    "a tensor without name": (one(name=""), "tensor '' has a name of 0 characters"),
+    "a tensor without name": (one(name=""), "tensor 0 has a name of 0 characters"),
     "a long name": (one(name="w" * 64), "has a name of 64 characters, expected 1 to 63"),
     "a name not UTF-8": (one(name=b"\x80"), "the name of tensor 0: byte 0 of string 0 is not"),
     "a name with a newline": (one(name="w\n\0\x1b[2J"), r"tensor 'w\\n\\x00\\x1b\[2J' has characters that cannot be"),
@@ -214,7 +214,7 @@ SPARSE: dict[str, tuple[bytes, str]] = {
     "several arrays": (made([array(U8, 800_000, bytes(800_000), x) for x in "abc"]), "key 'c': more than 2097152 elem"),
     "one string": (keyed(STRING, pack("<Q", 1 << 30)), "headers have more than 67108864 bytes"),
     "keys": (made(n_keys=MOST_KEYS), "key 0 has a name of 0 characters"),
-    "tensors": (made(n_tensors=MOST_TENSORS), "tensor '' has a name of 0 characters"),
+    "tensors": (made(n_tensors=MOST_TENSORS), "tensor 0 has a name of 0 characters"),
     "an alignment": (aligned(1 << 20), "has bytes that belong to no tensor"),
 }
 
