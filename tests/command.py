@@ -1,5 +1,6 @@
 """Runs command lines and scripts, in this process or in a new one. Nothing here waits longer than `LIMIT` seconds."""
 
+import resource
 import subprocess
 import sys
 import threading
@@ -39,6 +40,11 @@ def within(call: Callable[[], T], seconds: float = LIMIT) -> T:
 def together(calls: Iterable[Callable[[], T]]) -> list[T]:
     """Make calls at once, each in a thread of its own; `TimeoutError` if one takes longer than `LIMIT`."""
     return [future.result(LIMIT) for future in [begun(call) for call in calls]]
+
+
+def resident() -> int:
+    """The bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def until(condition: Callable[[], object], seconds: float = LIMIT) -> None:

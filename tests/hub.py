@@ -37,11 +37,8 @@ class Hub:
         return hashlib.sha1(json.dumps({k: v.hex() for k, v in sorted(self.models[name].items())}).encode()).hexdigest()
 
     def fetched(self) -> list[str]:
-        return [
-            path.split("/resolve/")[1].partition("/")[2]
-            for how, path, _ in self.asked
-            if how == "GET" and "/resolve/" in path
-        ]
+        got = [path for how, path, _ in self.asked if how == "GET" and "/resolve/" in path]
+        return [path.split("/resolve/")[1].partition("/")[2] for path in got]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -56,7 +53,6 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             name, what, revision = re.split("/(revision|tree)/", path.removeprefix("/api/models/"))
             if not self.refuses(name, revision):
-                sizes = {k: len(v) for k, v in self.hub.models[name].items()} | self.hub.sizes.get(name, {})
                 sizes = {k: len(v) for k, v in self.hub.models[name].items()} | self.hub.sizes.get(name, {})
                 files = [{"rfilename": file, "size": size} for file, size in sizes.items()]
                 listed: Any = {"id": name, "sha": self.hub.commit(name), "siblings": files}

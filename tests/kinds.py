@@ -18,13 +18,8 @@ from tests.checkpoints import save_tiny
 from tests.running import cut
 
 WINDOW, SLIDING, THETA = 32, 9, 1000.0
-KINDS = (
-    LayerKind(SLIDING, RopeConfig(theta=100.0)),
-    LayerKind(),
-    LayerKind(SLIDING, RopeConfig(theta=100.0)),
-    LayerKind(rotated=False),
-    LayerKind(2 * SLIDING),
-)
+SLIDES = LayerKind(SLIDING, RopeConfig(theta=100.0))
+KINDS = (SLIDES, LayerKind(), SLIDES, LayerKind(rotated=False), LayerKind(2 * SLIDING))
 ACTING = (1, 3)  # the layers in which a method acts
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -70,9 +65,8 @@ def true_logits(engine: lce.Engine, ids: Sequence[int], name: str, block: int, s
         theta = THETA if kind.rope is None else kind.rope.theta
         frequencies = torch.tensor([theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
         frequencies *= (1 if slides else 1 / stretch) * kind.rotated
-        setting = oracle.Setting(
-            WINDOW, cut(len(ids), block), frequencies=frequencies, sliding_window=kind.sliding_window
-        )
+        blocks = cut(len(ids), block)
+        setting = oracle.Setting(WINDOW, blocks, frequencies=frequencies, sliding_window=kind.sliding_window)
         definition, knobs = (oracle.full, {}) if slides else (oracle.DEFINITIONS[name], METHODS[name])
         return oracle.attention(q, k, v, definition(q, k, v, setting, **knobs), setting).to(q.dtype)
 

@@ -26,9 +26,7 @@ class Late(Mover):
     """
 
     def __init__(self, order: str = ORDERS[0], seed: int = 0, *, asynchronous: bool = True) -> None:
-        self.order = order
-        self.random = Random(seed)
-        self.asynchronous = asynchronous
+        self.order, self.random, self.asynchronous = order, Random(seed), asynchronous
         self.coming: dict[int, tuple[Parts, int, Parts]] = {}  # by slot, the oldest first: where to, and what
 
     @torch.inference_mode(mode=False)
@@ -36,12 +34,7 @@ class Late(Mover):
         return _spoil(torch.empty(shape, dtype=dtype))
 
     def put(
-        self,
-        slabs: Slabs,
-        slots: NDArray[np.int64],
-        pages: Parts,
-        after: object = None,
-        unpack: Unpack = lambda pages: pages,
+        self, slabs: Slabs, slots: NDArray[np.int64], pages: Parts, after: object = None, unpack: Unpack = lambda x: x
     ) -> None:
         pages = unpack(pages)
         for held, rows, part in located(slabs, slots):
@@ -53,8 +46,7 @@ class Late(Mover):
                 self.coming[slot] = held, row, tuple(x[page] for x in pages)
 
     def wait(self, slots: NDArray[np.int64]) -> None:
-        waited = set(slots.tolist())
-        order = list(reversed(self.coming))
+        waited, order = set(slots.tolist()), list(reversed(self.coming))
         if self.order == "random":
             self.random.shuffle(order)
         for slot in order:

@@ -21,15 +21,8 @@ COMMON, ASKING, FLAG, FIRST_DIGIT = 0, 1, 2, 8  # dimensions of an embedding: tw
 
 def save_lookup(folder: Path) -> Path:
     """The checkpoint of the model, with a tokenizer by which a letter is a token."""
-    config = TINY | {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": WINDOW,
-        "rope_theta": 2500.0,
-    }
+    config = TINY | dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    config |= {"hidden_size": HIDDEN, "intermediate_size": 8, "max_position_embeddings": WINDOW, "rope_theta": 2500.0}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_tokenizer(folder)
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -47,16 +40,12 @@ def save_lookup(folder: Path) -> Path:
         head[library.token_to_id(digit), FIRST_DIGIT + int(digit)] = 1
     head[library.token_to_id("#"), COMMON] = 0.1  # what it says where it finds nothing
     layer = "model.layers.0."
+    norms = ("model.norm", f"{layer}input_layernorm", f"{layer}post_attention_layernorm")
     weights = {
         "model.embed_tokens.weight": embedding,
-        "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": head,
-        f"{layer}input_layernorm.weight": torch.ones(HIDDEN),
-        f"{layer}post_attention_layernorm.weight": torch.ones(HIDDEN),
-        f"{layer}self_attn.q_proj.weight": q,
-        f"{layer}self_attn.k_proj.weight": k,
-        f"{layer}self_attn.v_proj.weight": v,
-        f"{layer}self_attn.o_proj.weight": o,
+        **{f"{name}.weight": torch.ones(HIDDEN) for name in norms},
+        **{f"{layer}self_attn.{name}_proj.weight": x for name, x in {"q": q, "k": k, "v": v, "o": o}.items()},
         f"{layer}mlp.gate_proj.weight": torch.zeros(8, HIDDEN),
         f"{layer}mlp.up_proj.weight": torch.zeros(8, HIDDEN),
         f"{layer}mlp.down_proj.weight": torch.zeros(HIDDEN, 8),

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import resource
 import threading
 import time
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from lce.engine.requests import BatchStream
 from lce.errors import BusyError, CapacityError, DataError, UsageError
 from lce.tokenizer.chat import ChatText
 from tests.checkpoints import save_tiny, tokens
-from tests.command import start, together, until, within
+from tests.command import begun, resident, start, together, until, within
 
 SLOW = pytest.mark.slow
 BLOCK = 32
@@ -68,21 +68,15 @@ def test_every_request_has_the_bits_that_it_has_alone(tmp_path: Path) -> None:
     check_alike(save_tiny(tmp_path), {})
 
 
+STORAGE: list[dict[str, Any]] = [
+    *({"dtype": "bfloat16"}, {"kv_dtype": "int8-device"}, {"weights": "int8"}, {"weights": "int4"}),
+    *({"dtype": "bfloat16", "weights": "int8"}, {"budget": "auto"}, {"kv_dtype": "int8", "budget": "auto"}),
+]
+
+
 @SLOW
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": "bfloat16"},
-        {"kv_dtype": "int8-device"},
-        {"weights": "int8"},
-        {"weights": "int4"},
-        {"dtype": "bfloat16", "weights": "int8"},
-        {"budget": "auto"},
-        {"kv_dtype": "int8", "budget": "auto"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", STORAGE, ids=str)
 def test_requests_have_the_bits_of_one_in_any_storage(options: dict[str, Any], threads: int, tmp_path: Path) -> None:
     torch.set_num_threads(threads)
     if options.pop("budget", None):
@@ -256,12 +250,10 @@ def test_a_prompt_is_read_for_its_caller_and_stays_cached(method: str, batch: Ba
     assert stream.context is not None
     assert stream.context.token_ids == text[:100]
     truth = lce.Engine(stream.setup).generate(text, max_tokens=6)
-    assert (
-        lce.Engine(stream.setup).generate(text[100:], context=stream.context, max_tokens=6).token_ids == truth.token_ids
-    )
-    assert facts(finish(batch.stream(text, method=method, max_tokens=6))) == facts(truth), (
-        "the fork is the caller's own"
-    )
+    own = lce.Engine(stream.setup).generate(text[100:], context=stream.context, max_tokens=6)
+    assert own.token_ids == truth.token_ids
+    asked = finish(batch.stream(text, method=method, max_tokens=6))
+    assert facts(asked) == facts(truth), "the fork is the caller's own"
     again = batch.read(text[:90], method=method)
     assert finish(again).stats.read_before >= 80
 
@@ -390,23 +382,17 @@ class Raising:
     def __init__(self, error: BaseException, n: int, at: str = "apply") -> None:
         self.error, self.n, self.at = error, n, at
 
-    def _count(self, name: str) -> None:
-        if name == self.at:
-            self.n -= 1
-            if not self.n:
-                raise self.error
+    def __call__(self, *_: object, name: str = "apply") -> None:
+        self.n -= name == self.at
+        if not self.n and name == self.at:
+            raise self.error
 
     def apply(self, logits: Tensor) -> Tensor:
-        self._count("apply")
+        self()
         return logits
 
     def accept(self, token_id: int) -> None:
-        self._count("accept")
-
-
-def raising(error: BaseException, n: int = 1) -> Callable[..., object]:
-    constraint = Raising(error, n)
-    return lambda *args: constraint._count("apply")
+        self(name="accept")
 
 
 ERRORS = [KeyError("mine"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()]
@@ -417,8 +403,8 @@ ERRORS = [KeyError("mine"), SystemExit(3), KeyboardInterrupt(), asyncio.Cancelle
 def test_a_callback_that_raises_ends_its_request_alone(error: BaseException, where: str, batch: Batch) -> None:
     other = batch.stream(tokens(40), max_tokens=50)
     how: dict[str, Any] = {
-        "progress": {"progress": raising(error, 2)},
-        "stop": {"stop": raising(error, 3)},
+        "progress": {"progress": Raising(error, 2)},
+        "stop": {"stop": Raising(error, 3)},
         "constraint": {"constraint": Raising(error, 2, "accept")},
     }[where]
     stream = batch.stream(tokens(100, seed=1), max_tokens=20, **how)
@@ -433,7 +419,7 @@ def test_a_callback_that_raises_ends_its_request_alone(error: BaseException, whe
 
 def test_a_callback_that_raises_between_slices_ends_its_request_alone(batch: Batch) -> None:
     """While another prompt is read, the answers' callbacks are called inside of its kernels."""
-    answers = [batch.stream(tokens(20, seed=i), max_tokens=400, stop=raising(ERRORS[i], 20 * i + 9)) for i in range(3)]
+    answers = [batch.stream(tokens(20, seed=i), max_tokens=400, stop=Raising(ERRORS[i], 20 * i + 9)) for i in range(3)]
     reading = batch.stream(tokens(3000, seed=9), max_tokens=4)
     for stream, error in zip(answers, ERRORS, strict=False):
         with pytest.raises(type(error)):
@@ -455,12 +441,12 @@ def test_a_request_that_can_never_fit_fails_alone(tmp_path: Path, tiny_model: Pa
 
 
 def test_a_prompt_that_waits_for_memory_is_not_overtaken(full: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, new_context, begun = threading.Event(), scheduler.new_context, list[int]()
+    free, new_context, lengths = threading.Event(), scheduler.new_context, list[int]()
 
     def limited(setup: lce.Setup, length: Any = None) -> lce.Context:
         if length > 100 and not free.is_set():
             raise CapacityError("no memory is free")
-        begun.append(length)
+        lengths.append(length)
         return new_context(setup, length)
 
     monkeypatch.setattr(scheduler, "new_context", limited)
@@ -474,7 +460,7 @@ def test_a_prompt_that_waits_for_memory_is_not_overtaken(full: lce.Engine, monke
         free.set()
         for each in (first, big, *small):
             assert finish(each).finish_reason
-    assert begun[:2] == [80, 110]
+    assert lengths[:2] == [80, 110]
 
 
 FORBIDDEN: dict[str, Callable[[Batch], object]] = {  # by what the error says
@@ -521,13 +507,10 @@ def test_close_ends_what_runs_and_may_be_called_again(full: lce.Engine) -> None:
     batch = full.batch(max_lanes=2)
     streams = [batch.stream(tokens(60, seed=i), max_tokens=3000) for i in range(5)]
     within(lambda: next(streams[0]))
-    closers = [threading.Thread(target=batch.close) for _ in range(3)]
-    for closer in closers:
-        closer.start()
+    closers = [begun(batch.close) for _ in range(3)]
     assert {finish(stream).finish_reason for stream in streams} == {"cancelled"}
     for closer in closers:
-        closer.join(30)
-        assert not closer.is_alive()
+        closer.result(30)
     within(batch.close)
     with pytest.raises(BusyError, match="closed"):
         batch.stream([5])
@@ -625,13 +608,8 @@ def test_memory_stays_level(full: lce.Engine) -> None:
         assert resident() - before < 8 << 20
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def test_a_kept_file_with_damaged_rows_is_read_anew(tiny_model: Path, tmp_path: Path, capfd: Any) -> None:
-    ids = tokens(400)
-    engine = lce.load(tiny_model, block=BLOCK)
+    ids, engine = tokens(400), lce.load(tiny_model, block=BLOCK)
     with engine.batch(cache_dir=tmp_path) as batch:
         finish(batch.stream(ids, max_tokens=4))
     (file,) = tmp_path.glob("*/*.lce")
@@ -651,11 +629,7 @@ def test_a_lane_that_fails_is_not_kept(batch: Batch, monkeypatch: pytest.MonkeyP
     stream = batch.stream(tokens(90), max_tokens=200)
     within(lambda: next(stream))
     cache = stream._request.context.cache  # type: ignore[union-attr]
-
-    def commit() -> None:
-        raise DataError("the disk is gone")
-
-    monkeypatch.setattr(cache, "commit", commit)
+    monkeypatch.setattr(cache, "commit", Mock(side_effect=DataError("the disk is gone")))
     with pytest.raises(DataError, match="gone"):
         finish(stream)
     assert len(finish(other).token_ids) == 200 or other.result.finish_reason == "stop"
