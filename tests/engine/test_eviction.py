@@ -88,14 +88,10 @@ def plain_peaks(peer: Any, engine: lce.Engine) -> list[Tensor]:
 
 def plain_masks(rows: Sequence[Tensor], n: int) -> list[Tensor]:
     """Return masks `[H, N, N]` of each layer: tokens after the document see its kept keys, and each other."""
-    found = []
-    for kept_rows in rows:
-        mask = torch.ones(4, n, n, dtype=torch.bool).tril()
+    found = [torch.ones(4, n, n, dtype=torch.bool).tril() for _ in rows]
+    for mask, kept_rows in zip(found, rows, strict=True):
         for head in range(4):
-            dropped = torch.ones(N, dtype=torch.bool)
-            dropped[kept_rows[head // 2]] = False
-            mask[head, N:, :N] &= ~dropped
-        found.append(mask)
+            mask[head, N:, :N] &= torch.zeros(N, dtype=torch.bool).index_fill(0, kept_rows[head // 2], True)
     return found
 
 
@@ -222,12 +218,11 @@ def test_forks_and_going_back(engine: lce.Engine, kept: lce.Context) -> None:
     assert engine.generate(QUESTION, context=fork, max_tokens=6).token_ids == said
     fork.truncate(N + 5)
     assert engine.generate(QUESTION[5:], context=fork, max_tokens=6).token_ids == said
-    with pytest.raises(
-        UsageError, match="cannot go back into its first 150 tokens, of which keys were evicted; prefill"
-    ):
+    gone = "cannot go back into its first 150 tokens"
+    with pytest.raises(UsageError, match=f"{gone}, of which keys were evicted; prefill"):
         fork.truncate(N - 1)
     fork.truncate(N)
-    with pytest.raises(UsageError, match="cannot go back into its first 150 tokens"):
+    with pytest.raises(UsageError, match=gone):
         engine.generate("", context=fork)
     with pytest.raises(UsageError, match="cannot go back"):
         fork.truncate(0)
@@ -261,16 +256,16 @@ def test_shares_that_cannot_be_kept(keep: Any, engine: lce.Engine) -> None:
 
 
 def test_what_is_refused(engine: lce.Engine, kept: lce.Context, tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="were evicted before, which is done once"):
-        engine.evict(kept, 0.5)
-    with pytest.raises(UsageError, match="were evicted before, which is done once"):
-        engine.prefill_file(QUESTION, tmp_path / "a", context=kept, keep=0.5)
+    again = lambda: engine.prefill_file(QUESTION, tmp_path / "a", context=kept, keep=0.5)  # noqa: E731
+    for call in (lambda: engine.evict(kept, 0.5), again):
+        with pytest.raises(UsageError, match="were evicted before, which is done once"):
+            call()
     with pytest.raises(UsageError, match="checkpoint_every is for a prefill on one rank that keeps all keys"):
         engine.prefill_file(DOCUMENT, tmp_path / "a", keep=0.5, checkpoint_every=32)
     with pytest.raises(UsageError, match="made by another engine"):
         load(tiny_model).evict(kept, 0.5)
-    for method, name in (("rerope", "rerope"), ("longheads", "longheads")):
-        other = load(tiny_model, method=method)
+    for name in ("rerope", "longheads"):
+        other = load(tiny_model, method=name)
         with pytest.raises(UsageError, match=f"under the method full alone, and this engine has {name}; load full"):
             other.prefill_file(DOCUMENT, tmp_path / "a", keep=0.5)
     sliding = load(save_tiny(tmp_path, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=40))
@@ -286,18 +281,8 @@ def test_what_is_refused(engine: lce.Engine, kept: lce.Context, tiny_model: Path
 
 def test_a_file_cannot_lie_about_its_eviction(kept: lce.Context, engine: lce.Engine, tmp_path: Path) -> None:
     kept.save(tmp_path / "a")
-    for number, change in enumerate(
-        (
-            {"format": FORMAT},
-            {"evicted": [N, N]},
-            {"evicted": [N, 0]},
-            {"evicted": [N + 1, N // 2]},
-            {"evicted": [N, N // 2 + 1]},
-            {"evicted": "x"},
-            {"evicted": [N]},
-            {"evicted": None},
-        )
-    ):
+    lies = ([N, N], [N, 0], [N + 1, N // 2], [N, N // 2 + 1], "x", [N], None)
+    for number, change in enumerate(({"format": FORMAT}, *({"evicted": lie} for lie in lies))):
         path = tmp_path / str(number)
         forged(tmp_path / "a", path, lambda manifest, small, change=change: manifest.update(change))
         with pytest.raises(DataError, match="its header contradicts its contents"):

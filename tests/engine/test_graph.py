@@ -116,9 +116,10 @@ def same_state(one: lce.Context, other: lce.Context) -> None:
     assert torch.allclose(one.logits, other.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", ["full", "longheads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dca", "quest", "rerope"))]
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dca", "quest", "rerope")]
+
+
+@pytest.mark.parametrize("name", ["full", "longheads", *SLOW])
 @pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
 def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a pretended GPU, whose graphs hold operators over memory and nothing of Python."""
@@ -151,18 +152,11 @@ def test_a_cuda_graph_gives_what_its_kernels_give(name: str, dtype: str, tiny_mo
 def test_tokens_and_what_is_kept_are_those_of_ordinary_steps(method: Method, tiny_model: Path, tmp_path: Path) -> None:
     plain, engine = loaded(tiny_model, method, None), loaded(tiny_model, method)
     contexts = [each.prefill(PROMPT, length=200) for each in (plain, engine)]
-    penal = {"repetition_penalty": 1.5, "frequency_penalty": 1.0}
-    for question, options in (
-        ([5, 6], {}),
-        ([9], {"temperature": 0.8, "seed": 1}),
-        ([4], {"logprobs": 2}),
-        ([3], penal),
-    ):
-        said = [
-            each.generate(question, context=context, max_tokens=20, **options)
-            for each, context in zip((plain, engine), contexts, strict=True)
-        ]
-        assert said[0].token_ids == said[1].token_ids
+    penal, warm = {"repetition_penalty": 1.5, "frequency_penalty": 1.0}, {"temperature": 0.8, "seed": 1}
+    for question, how in (([5, 6], {}), ([9], warm), ([4], {"logprobs": 2}), ([3], penal)):
+        both = zip((plain, engine), contexts, strict=True)
+        said = [each.generate(question, context=context, max_tokens=20, **how).token_ids for each, context in both]
+        assert said[0] == said[1]
         same_state(*contexts)
     graph = contexts[1].graph
     assert contexts[0].graph is None

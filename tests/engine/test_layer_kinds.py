@@ -82,13 +82,8 @@ def test_contexts_go_on_from_files_forks_and_cuts(made: Path, name: str, kv_dtyp
     mark = context.cache.mark()
     answer(engine, context)
     context.cache.go_back(mark)
-    assert torch.equal(engine.prefill(tokens(40, 2), context=lce_context(context)).logits, longer.logits)
-
-
-def lce_context(context: lce.Context) -> lce.Context:
-    """A context after its cache went back."""
     del context.token_ids[context.cache.length :]
-    return context
+    assert torch.equal(engine.prefill(tokens(40, 2), context=context).logits, longer.logits)
 
 
 @each_method
@@ -99,8 +94,7 @@ def test_budgets_change_nothing_and_old_chunks_of_sliding_layers_stay_down(
     for what in ("chunks", "tokens", "rounds"):
         monkeypatch.setattr(TierStack, what, noting(getattr(TierStack, what), read))
     whole = load(made, name, block=16)
-    expected = whole.prefill(ids)
-    layout = whole.setup.layout
+    expected, layout = whole.prefill(ids), whole.setup.layout
     options: dict[str, Any] = {"block": 16, "kv_host_budget": Limits(layout).least_budget, "spill_dir": tmp_path}
     engine = load(made, name, **options)
     context = engine.prefill(ids)
@@ -133,9 +127,8 @@ def test_lanes_of_a_pass_attend_on_their_own(made: Path) -> None:
     engine = load(made, "longheads", block=16)
     contexts = [engine.prefill(tokens(30 + 25 * i, i)) for i in range(3)]
     alone = [engine.prefill([7], context=context.fork()).logits for context in contexts]
-    assert torch.equal(
-        torch.stack(forward(engine.setup.model, [lane_of(engine.setup, x, [7]) for x in contexts])), torch.stack(alone)
-    )
+    found = forward(engine.setup.model, [lane_of(engine.setup, x, [7]) for x in contexts])
+    assert torch.equal(torch.stack(found), torch.stack(alone))
 
 
 def test_layers_on_two_devices(made: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import lce
 from lce.engine import kept_files, prefixes
 from lce.engine.kept_files import Entry, common
 from lce.engine.prefixes import PrefixCache
-from tests.checkpoints import save_tiny, tokens
+from tests.checkpoints import tokens
 from tests.command import Process, output, start, until, within
 
 BLOCK = 32
@@ -117,6 +118,7 @@ def test_a_folder_that_cannot_be_written(engine: lce.Engine, tmp_path: Path) -> 
 
 
 KILLS = int(os.environ.get("LCE_KILLS", "40"))  # a kill takes one to two seconds
+TEXTS = [tokens(120 + 9 * seed, seed=seed) for seed in range(8)]
 _CHILD = """
 import json, sys, warnings
 import lce
@@ -160,16 +162,14 @@ def ways(engine: lce.Engine, ids: list[int]) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, KILLS])
 @pytest.mark.timeout(1500)
-def test_a_process_that_is_killed_leaves_no_wrong_token_and_no_waste(n: int, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    model, rng = save_tiny(tmp_path / "model"), random.Random(n)
-    engine = lce.load(model, "longheads", block=BLOCK)
-    texts = [tokens(120 + 9 * seed, seed=seed) for seed in range(8)]
-    texts += [[*ids[:100], 3, 4, 5] for ids in texts]
-    folder, budget = tmp_path / "kept", 400 << 10
+def test_a_killed_process_leaves_no_wrong_token_and_no_waste(
+    n: int, engine: lce.Engine, tiny_model: Path, tmp_path: Path
+) -> None:
+    rng, folder, budget = random.Random(n), tmp_path / "kept", 400 << 10
+    texts = [*TEXTS, *([*ids[:100], 3, 4, 5] for ids in TEXTS)]
     answers: dict[int, set[str]] = {}
     for _ in range(n):
-        process = child(folder, model, budget, texts)
+        process = child(folder, tiny_model, budget, texts)
         time.sleep(rng.random() * 0.3)
         for i, line in enumerate(killed(process)):
             answers.setdefault(i % len(texts), set()).add(line)
@@ -187,16 +187,11 @@ def test_a_process_that_is_killed_leaves_no_wrong_token_and_no_waste(n: int, tmp
 
 
 @pytest.mark.slow
-def test_processes_share_a_folder_while_some_are_killed(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    model, rng = save_tiny(tmp_path / "model"), random.Random(0)
-    engine = lce.load(model, "longheads", block=BLOCK)
-    texts = [tokens(120 + 9 * seed, seed=seed) for seed in range(8)]
-    folder, lines = tmp_path / "kept", list[list[str]]()
-
-    lasting = child(folder, model, 1 << 30, texts)
+def test_processes_share_a_folder_while_some_are_killed(engine: lce.Engine, tiny_model: Path, tmp_path: Path) -> None:
+    rng, folder, lines, texts = random.Random(0), tmp_path / "kept", list[list[str]](), TEXTS
+    lasting = child(folder, tiny_model, 1 << 30, texts)
     for _ in range(6):
-        other = child(folder, model, 1 << 30, texts)
+        other = child(folder, tiny_model, 1 << 30, texts)
         time.sleep(rng.random())
         lines.append(killed(other))
         assert lasting.poll() is None
@@ -392,11 +387,8 @@ def test_two_caches_use_one_folder(full: lce.Engine, tmp_path: Path) -> None:
 def test_a_save_that_fails_leaves_the_context_in_memory(
     call: str, error: Exception, full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*args: Any, **how: Any) -> None:
-        raise error
-
     with full.batch(cache_dir=tmp_path) as batch:
-        monkeypatch.setattr(call, failing)
+        monkeypatch.setattr(call, Mock(side_effect=error))
         within(batch.stream(TEXT, max_tokens=6).finish)
         until(lambda: any(each.unsavable or each.path for each in batch._prefixes._entries))
         monkeypatch.undo()
@@ -440,8 +432,7 @@ def test_common_lengths() -> None:
 
 
 def test_a_context_under_way_is_waited_for(full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    going, begun = threading.Event(), threading.Event()
-    save = lce.Context.save
+    going, begun, save = threading.Event(), threading.Event(), lce.Context.save
 
     def slowly(self: lce.Context, path: Path, **how: Any) -> None:
         begun.set()
@@ -453,8 +444,7 @@ def test_a_context_under_way_is_waited_for(full: lce.Engine, tmp_path: Path, mon
         within(batch.stream(TEXT, max_tokens=6).finish)
         assert begun.wait(30)
         stream = batch.stream([*TEXT, 5], max_tokens=6)
-        other = within(batch.stream(tokens(40, seed=4), max_tokens=6).finish)
-        assert other.finish_reason
+        assert within(batch.stream(tokens(40, seed=4), max_tokens=6).finish).finish_reason
         assert stream.state == "waiting"
         going.set()
         assert within(stream.finish).stats.read_before >= 199

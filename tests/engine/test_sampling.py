@@ -54,15 +54,16 @@ def test_top_p_is_that_of_a_full_sort(n: int, spread: float, top_p: float) -> No
 
 def test_the_cuts_come_in_their_order() -> None:
     """top_p counts what top_k left: 3/7 and 2/7 and 2/7 of 0.3, 0.2, 0.2, so 0.6 takes two of the three."""
+
+    def n_kept(logits: Tensor, **cuts: Any) -> int:
+        kept = (probabilities_of(logits, Sampling(temperature=1.0, **cuts)) > 0).tolist()
+        assert kept == sorted(kept, reverse=True)
+        return sum(kept)
+
     logits = torch.tensor([0.3, 0.2, 0.199, 0.151, 0.15]).log()
-    kept = probabilities_of(logits, Sampling(temperature=1.0, top_k=3, top_p=0.6)) > 0
-    assert kept.tolist() == [True, True, False, False, False]
-    alone = probabilities_of(logits, Sampling(temperature=1.0, top_p=0.6)) > 0
-    assert alone.tolist() == [True, True, True, False, False]
-    shares = probabilities_of(logits, Sampling(temperature=1.0, min_p=0.6)) > 0  # of the likeliest: 1, .67, .66, .5, .5
-    assert shares.tolist() == [True, True, True, False, False]
-    equals = probabilities_of(torch.tensor([1.0, 2.0, 1.0, 0.0]), Sampling(temperature=1.0, top_k=2)) > 0
-    assert equals.tolist() == [True, True, True, False]
+    assert (n_kept(logits, top_k=3, top_p=0.6), n_kept(logits, top_p=0.6)) == (2, 3)
+    assert n_kept(logits, min_p=0.6) == 3  # of the likeliest: 1, .67, .66, .5, .5
+    assert n_kept(torch.tensor([1.0, 2.0, 1.0, 0.0]), top_k=2) == 3
 
 
 def test_impossible_tokens_stay_impossible() -> None:
@@ -73,11 +74,9 @@ def test_impossible_tokens_stay_impossible() -> None:
 
 
 def test_draws_follow_the_distribution() -> None:
-    sampling = Sampling(temperature=1.0, seed=5)
-    logits = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
-    sampler = Sampler(sampling)
-    counts = torch.bincount(torch.tensor([sampler.pick(logits) for _ in range(3000)]), minlength=4) / 3000
-    torch.testing.assert_close(counts, torch.tensor([0.5, 0.3, 0.2, 0.0]), rtol=0, atol=0.03)
+    shares, sampler = torch.tensor([0.5, 0.3, 0.2, 0.0]), Sampler(Sampling(temperature=1.0, seed=5))
+    drawn = torch.tensor([sampler.pick(shares.log()) for _ in range(3000)])
+    torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 3000, shares, rtol=0, atol=0.03)
 
 
 def test_a_seed_repeats_and_none_does_not() -> None:
@@ -87,10 +86,9 @@ def test_a_seed_repeats_and_none_does_not() -> None:
         sampler = Sampler(Sampling(temperature=1.0, seed=seed))
         return [sampler.pick(logits) for _ in range(8)]
 
-    assert draw(1) == draw(1)
-    assert draw(0) == draw(0)
+    for seed in (0, 1, 2**63 - 1):
+        assert draw(seed) == draw(seed)
     assert draw(1) != draw(2)
-    assert draw(2**63 - 1) == draw(2**63 - 1)
     assert draw(None) != draw(None)
 
 
@@ -177,9 +175,8 @@ def test_what_a_checkpoint_recommends(tiny_model: Path, tmp_path: Path) -> None:
         file.write_text(json.dumps(fields))
         engine = lce.load(tmp_path)
         assert (plain.setup.recommended_sampling, engine.setup.recommended_sampling) == (None, expected)
-        assert engine.setup.identity.fingerprint() == plain.setup.identity.fingerprint(), (
-            "contexts of either open in the other"
-        )
+        ours, theirs = (each.setup.identity.fingerprint() for each in (engine, plain))
+        assert ours == theirs, "contexts of either open in the other"
         assert engine.generate(IDS, max_tokens=5).token_ids == plain.generate(IDS, max_tokens=5).token_ids, "greedy"
     file.write_text('{"temperature": "hot"}')
     with pytest.raises(lce.ModelError, match=r"generation_config.json: temperature is 'hot'; .* temperature of 0"):
@@ -245,10 +242,9 @@ def test_an_interrupted_score_leaves_the_context_as_it_was(engine: lce.Engine) -
 
 
 def test_what_cannot_be_scored_is_refused(engine: lce.Engine) -> None:
-    with pytest.raises(lce.UsageError, match="first is 151; expected 150 or less"):
-        engine.score(IDS, first=151)
-    with pytest.raises(lce.UsageError, match="first is 0"):
-        engine.score(IDS, first=0)
+    for first, said in ((151, "first is 151; expected 150 or less"), (0, "first is 0")):
+        with pytest.raises(lce.UsageError, match=said):
+            engine.score(IDS, first=first)
     assert len(engine.score([], context=engine.prefill(IDS[:5]))) == 0
 
 

@@ -37,20 +37,14 @@ from tests.command import start, until
 from tests.depth import pairs
 from tests.interrupts import interrupted, places
 from tests.late import LateDevice, disks_of, no_gpu
+from tests.running import as_knobs
 
 BLOCK = 64
 NEEDS: dict[str, dict[str, object]] = {
     "esa": {"compress": "pca", "sinks": 16, "low_dim": 8},
     "infllm": {"block_size": 16, "sinks": 16, "repr_tokens": 2, "top_k": 3},
     "longheads": {"chunk_size": 8, "chunks": 4},
-    "pages": {
-        "select": "lowdim",
-        "select.compress": "pca",
-        "select.low_dim": 8,
-        "placement": "grouped",
-        "page": 8,
-        "budget": 48,
-    },
+    "pages": as_knobs("select=lowdim select.compress=pca select.low_dim=8 placement=grouped page=8 budget=48"),
     "quest": {"page": 8, "budget": 48, "dense_layers": 1},
 }
 
@@ -75,10 +69,8 @@ def load(
     """An engine of the method; with `spill_dir`, of the smallest budget there is."""
     method = lce.methods.make(name, {**NEEDS.get(name, {}), **changes})
     engine = lce.load(model, method, block=BLOCK, kv_dtype=kv_dtype)
-    if spill_dir is None:
-        return engine
-    least = Limits(engine.setup.layout).least_budget
-    return lce.load(model, method, block=BLOCK, kv_host_budget=least, spill_dir=spill_dir, kv_dtype=kv_dtype)
+    least = {"kv_host_budget": Limits(engine.setup.layout).least_budget, "spill_dir": spill_dir}
+    return engine if spill_dir is None else lce.load(model, method, block=BLOCK, kv_dtype=kv_dtype, **least)
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +167,7 @@ def test_forks_of_an_opened_context_go_their_own_ways(document: Path, engine: lc
     context = engine.open_context(document)
     (disk,) = disks_of(context.cache.tiers)
     assert disk.file.bytes_read < disk.file.n_bytes / 8, "no more than the recent tokens"
-    fork = context.fork()
-    first = answer(engine, context)
+    fork, first = context.fork(), answer(engine, context)
     assert (answer(engine, fork), answer(engine, engine.open_context(document))) == (first, first)
 
 
@@ -189,9 +180,8 @@ def test_an_empty_context_is_not_saved(engine: lce.Engine, tmp_path: Path) -> No
 
 def test_what_was_made_otherwise_is_refused(document: Path, tiny_model: Path, tmp_path: Path) -> None:
     method = lce.methods.make("longheads", NEEDS["longheads"])
-    (tmp_path / "other").mkdir()
     others = {
-        "another model": lce.load(save_tiny(tmp_path / "other", seed=1), method),
+        "another model": lce.load(save_tiny(tmp_path, seed=1), method),
         "another method Full": load(tiny_model, "full"),
         "another method": load(tiny_model, chunks=5),
         "another window 64": lce.load(tiny_model, method, window=32),
@@ -253,8 +243,7 @@ def test_every_key_and_value_is_guarded(kv_dtype: str, tiny_model: Path, tmp_pat
     """Full attention reads all of them, and all scales."""
     engine = load(tiny_model, "full", kv_dtype=kv_dtype)
     engine.prefill(tokens(300)).save(tmp_path / "full.lce")
-    file = FileLayout(engine.setup.layout, 300)
-    draw = random.Random(1)
+    file, draw = FileLayout(engine.setup.layout, 300), random.Random(1)
     for _ in range(12):
         with changed(tmp_path / "full.lce", tmp_path) as (path, data):
             data[draw.randrange(file.rows_start, file.checks_start)] ^= 1
@@ -518,9 +507,8 @@ def evil_cases(document: Path) -> Iterator[tuple[str, Change]]:
     inner = [(name, key) for name, value in manifest.items() if isinstance(value, dict) for key in value]
     for place in [*((name,) for name in manifest if name != "digest"), *inner]:
         yield from ((f"{place}: {value!r}", entry(place, value)) for value in EVIL)
-    for name, x in kept.items():
-        if name.startswith(("layers.", "layers/0/")):
-            continue
+    for name in (name for name in kept if not name.startswith(("layers.", "layers/0/"))):
+        x = kept[name]
         yield f"{name}: gone", tensors(name)
         state = name.rpartition("/")[0]
         for other in (-1, 0, 10**9, 300, 333) if name.startswith("layers/") else ():
@@ -577,16 +565,15 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
     truth = engine.generate([5, 6, 7], context=engine.open_context(document), max_tokens=12).token_ids
     script = READER.format(model=str(tiny_model), knobs=NEEDS["longheads"], path=str(path))
     rows = FileLayout(engine.setup.layout, 300)
-    rows_start, rows_stop = rows.rows_start, rows.checks_start
     shutil.copy(document, path)
     with start(script) as process:
         assert (process.line(), process.line()) == ("ready\n", f"{truth}\n")
         with path.open("r+b") as file:
             if how == "cut":
-                file.truncate(rows_start + 100)
+                file.truncate(rows.rows_start + 100)
             else:
-                file.seek(rows_start)
-                file.write(bytes(rows_stop - rows_start))
+                file.seek(rows.rows_start)
+                file.write(bytes(rows.checks_start - rows.rows_start))
         *answers, last = process.communicate()[0].splitlines()
     assert (process.returncode, last) == (0, "refused")
     assert set(answers) <= {str(truth)}
@@ -622,10 +609,9 @@ def test_a_context_goes_on_into_a_file(name: str, budget: str | None, tiny_model
     engine.prefill_file(ids, tmp_path / "truth", length=900)
     engine.prefill_file(ids[:cut], tmp_path / "old", length=900)
     context = engine.open_context(tmp_path / "old")
+    how: dict[str, Any] = {"checkpoint_every": BLOCK, "progress": stop_at(11 * BLOCK)}
     with pytest.raises(Interrupted):
-        engine.prefill_file(
-            ids[cut:], tmp_path / "new", context=context, checkpoint_every=BLOCK, progress=stop_at(11 * BLOCK)
-        )
+        engine.prefill_file(ids[cut:], tmp_path / "new", context=context, **how)
     for target in ("new", "old"):
         context = engine.open_context(tmp_path / "old")
         stats = engine.prefill_file(ids[cut:], tmp_path / target, context=context, checkpoint_every=BLOCK)
@@ -654,14 +640,9 @@ def test_what_is_no_file_is_refused(suffix: str, kind: str, document: Path, engi
     """Nothing is waited for, nothing is written through a link, and an opening does not need what is beside a file."""
     path, beside, victim = tmp_path / "c.lce", tmp_path / f"c.lce{suffix}", tmp_path / "victim"
     victim.write_text("mine")
-    make: dict[str, Callable[[], None]] = {
-        "folder": beside.mkdir,
-        "FIFO": lambda: os.mkfifo(beside),
-        "link": lambda: beside.symlink_to(victim),
-        "loop": lambda: beside.symlink_to(beside),
-    }
-    make[kind]()
-    said = "a folder" if kind == "folder" else "a FIFO" if kind == "FIFO" else "a symbolic link"
+    make: dict[str, Callable[[], None]] = {"folder": beside.mkdir, "FIFO": lambda: os.mkfifo(beside)}
+    make.get(kind, lambda: beside.symlink_to(victim if kind == "link" else beside))()
+    said = f"a {kind}" if kind in make else "a symbolic link"
     with pytest.raises(UsageError, match=f"is {said}; expected a regular file, or a name that is free"):
         engine.prefill_file(tokens(300), path, checkpoint_every=BLOCK)
     if suffix:
@@ -695,8 +676,7 @@ def test_an_interruption_leaves_no_file(what: str, every: int, kv_dtype: str, ti
     allowed = [set(), {"c.lce"}, {"c.lce.part", "c.lce.part.state"}, {"c.lce", "c.lce.part.state"}]
     call()
     path.unlink(missing_ok=True)
-    before = len(os.listdir("/proc/self/fd"))
-    errors = []
+    before, errors = len(os.listdir("/proc/self/fd")), []
     for place, nth in places(call, every + (kv_dtype == "int8") * every // 2):
         path.unlink(missing_ok=True)
         try:
@@ -742,10 +722,7 @@ def test_files_are_blamed_for_their_faults(tiny_model: Path, tmp_path: Path, mon
     engine = lce.load(tiny_model)
     engine.prefill(tokens(20)).save(tmp_path / "x.lce")
     context = engine.open_context(tmp_path / "x.lce")
-    for error, said in (
-        (ValueError("odd"), "holds what does not fit the method"),
-        (UsageError("threads"), "^threads$"),
-    ):
+    for error, said in {ValueError("odd"): "holds what does not fit the method", UsageError("me"): "^me$"}.items():
         monkeypatch.setattr(Block, "__call__", Mock(side_effect=error))
         with pytest.raises(lce.LceError, match=said):
             engine.generate(tokens(2), context=context)

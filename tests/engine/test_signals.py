@@ -27,8 +27,11 @@ ENGINES: dict[str, tuple[Any, dict[str, str]]] = {
 RUNS = 250  # of each call and engine
 
 
+Alarm = Callable[[float, Callable[[], object]], KeyboardInterrupt | None]
+
+
 @pytest.fixture
-def alarm() -> Iterator[Callable[[float, Callable[[], object]], KeyboardInterrupt | None]]:
+def alarm() -> Iterator[Alarm]:
     """Make a call, interrupted after so many seconds; returns the interruption, None where the call was faster."""
 
     def interrupt(*_: object) -> None:
@@ -56,9 +59,7 @@ class Calls:
     """The calls that are interrupted, over forks of one context, and what is true of their contexts."""
 
     def __init__(self, engine: lce.Engine, folder: Path) -> None:
-        self.engine = engine
-        self.path = folder / "files" / "saved.lce"
-        self.opened_from = folder / "base.lce"
+        self.engine, self.path, self.opened_from = engine, folder / "files" / "saved.lce", folder / "base.lce"
         self.path.parent.mkdir()
         self.base = engine.prefill(tokens(75))
         engine.generate([], max_tokens=3, context=self.base)  # its last token is not cached
@@ -103,21 +104,15 @@ def time_s(call: Callable[[], object]) -> float:
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::lce.errors.WindowWarning")
 def test_a_signal_at_any_instant_leaves_all_as_before_or_as_after(
-    name: str,
-    what: str,
-    tiny_model: Path,
-    tmp_path: Path,
-    alarm: Callable[[float, Callable[[], object]], KeyboardInterrupt | None],
+    name: str, what: str, tiny_model: Path, tmp_path: Path, alarm: Alarm
 ) -> None:
     method, options = ENGINES[name]
     spill = {"spill_dir": tmp_path} if options else {}
     calls = Calls(lce.load(tiny_model, method, block=BLOCK, **options, **spill), tmp_path)
     base, whole = calls.base, calls.base.fork()
     calls.call(what, whole)  # loads kernels
-    durations_s = deque(
-        (time_s(lambda context=context: calls.call(what, context)) for context in [base.fork() for _ in range(9)]),
-        maxlen=9,
-    )
+    forks = [base.fork() for _ in range(9)]
+    durations_s = deque((time_s(lambda context=context: calls.call(what, context)) for context in forks), maxlen=9)
     draw, kept, n_interrupted = random.Random(what + name), list[object](), 0
     for _ in range(RUNS):
         calls.path.unlink(missing_ok=True)
@@ -128,8 +123,7 @@ def test_a_signal_at_any_instant_leaves_all_as_before_or_as_after(
             durations_s.append(time.perf_counter() - began)
         n_interrupted += error is not None
         kept[:] = [error] if what != "stream" else []  # as a notebook keeps a traceback, which keeps a stream open
-        error = None
-        said = list(context.token_ids)
+        error, said = None, list(context.token_ids)
         if what == "stream" and len(said) > len(base):
             assert said == whole.token_ids[: len(said)]
             assert len(said) >= len(base) + len(QUESTION)
@@ -139,11 +133,8 @@ def test_a_signal_at_any_instant_leaves_all_as_before_or_as_after(
         assert calls.answer(context) == calls.truth(said)
         found = os.listdir(calls.path.parent)
         assert found in ([], [calls.path.name])
-        if found:
-            with calls.engine.open_context(calls.path) as opened:
-                assert calls.answer(opened) == calls.truth(base.token_ids)
-        if what == "open":
-            with calls.engine.open_context(calls.opened_from) as opened:
+        for path in [*([calls.path] if found else []), *([calls.opened_from] if what == "open" else [])]:
+            with calls.engine.open_context(path) as opened:
                 assert calls.answer(opened) == calls.truth(base.token_ids)
     assert n_interrupted > RUNS // 4
     del context

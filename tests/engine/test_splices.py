@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,17 +162,13 @@ def a_wrong_shape(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_state_that_is_not_restored(patch: pytest.MonkeyPatch) -> None:
-    def restore(*_: object) -> None:
-        raise IndexError("no such row")
-
     for kind in (MethodState, GrowingRows):
-        patch.setattr(kind, "restore", restore)
+        patch.setattr(kind, "restore", Mock(side_effect=IndexError("no such row")))
 
 
 def other_bytes(patch: pytest.MonkeyPatch) -> None:
     """A disk that accepts the token ids and holds zeros."""
-    real = os.pwrite
-    ids = torch.tensor(tokens(N), dtype=torch.int32).numpy().tobytes()
+    real, ids = os.pwrite, torch.tensor(tokens(N), dtype=torch.int32).numpy().tobytes()
     patch.setattr(os, "pwrite", lambda fd, data, at: real(fd, bytes(len(data)) if data == ids else data, at))
 
 
