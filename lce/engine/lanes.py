@@ -118,10 +118,9 @@ class Lane:
 def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -> list[Tensor]:
     """Append each lane's tokens to its cache; return the logits after each lane, `[vocab]` float32.
 
-    With `slices`, the kernels of a lane of more than `SHARED_ROWS` tokens on a CPU run in slices.
-
-    If a lane fails, its `error` says why, its logits are NaN, and the other lanes go on. After an interruption each
-    cache has all tokens of its lane or none.
+    With `slices`, the kernels of a lane of more than `SHARED_ROWS` tokens on a CPU run in slices. If a lane fails, its
+    `error` says why, its logits are NaN, and the other lanes go on. After an interruption each cache has all tokens of
+    its lane or none.
     """
     with torch.inference_mode():
         for group in groups([lane for lane in lanes if lane.recorded is None or not lane.replayed()]):

@@ -106,10 +106,7 @@ def sizes_of(
     ranks: Ranks = ALONE,
     borders: Borders | None = None,
 ) -> Planned:
-    """Return the sizes of one rank of an engine with a fitted method. Matrices that are stored quantised stay so.
-
-    If `borders` is None, see `borders_of`.
-    """
+    """Return the sizes of one rank of an engine with a fitted method. Matrices that are stored quantised stay so."""
     spill_dir = None if options.spill_dir is None else Path(options.spill_dir)
     budgets = Budgets(plain(options.kv_device_budget), plain(options.kv_host_budget), spill_dir)
     config, division, stored = facts.config, None, checkpoint.shapes if checkpoint else {}

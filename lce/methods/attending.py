@@ -94,10 +94,7 @@ def scaled(method: Declaring, q: Tensor, step: Step) -> Tensor:
 
 
 def declared(method: Declaring, i: Tensor, layer: int, longest: int, sliding_window: int | None) -> list[Part]:
-    """Return the parts that `parts_of` yields for queries of indices `i [T]`, in a text of at most `longest` tokens.
-
-    Raises `UsageError` if `parts_of` yields anything but a `Part`.
-    """
+    """Return the parts that `parts_of` yields for queries of indices `i [T]`, in a text of at most `longest` tokens."""
     parts = list(method.parts_of(i, LayerFacts(method.layer_kind(layer), longest, sliding_window)))
     if wrong := [part for part in parts if not isinstance(part, Part)]:
         raise UsageError(f"{method.label}.parts_of yielded a {type(wrong[0]).__name__}; expected a Part")

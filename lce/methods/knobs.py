@@ -130,10 +130,7 @@ def value_type(kind: Any) -> type[Knobs] | None:
 
 
 def build(cls: type[T], options: Mapping[str, Any], what: str, label: str) -> T:
-    """Return an instance of `cls` with these knobs; values may be text. `what` and `label` name `cls` in errors.
-
-    Raises `UsageError` for unknown knobs and for values that do not fit.
-    """
+    """Return an instance of `cls` with these knobs, or raise `UsageError`, in which `what` and `label` name `cls`."""
     own, kinds = {each.name: each for each in fields(cls)}, typing.get_type_hints(cls)  # type: ignore[arg-type]
     values, parts = dict[str, Any](), dict[str, dict[str, Any]]()
     for key, value in options.items():

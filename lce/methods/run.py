@@ -74,10 +74,7 @@ class Driver:
     def begin(
         self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None, decoding: bool = False
     ) -> Block:
-        """Reserve space in a cache for `n_tokens` more tokens, and return the block that appends them.
-
-        `decoding` is as in `Step`.
-        """
+        """Reserve space in a cache for `n_tokens` more tokens; return the block that appends them. See also `Step`."""
         cache.begin()
         start, stop = cache.length, cache.length + n_tokens
         cache.reserve(stop)

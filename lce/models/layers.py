@@ -241,14 +241,10 @@ def model_class(config: ModelConfig) -> type[Model]:
 
 
 def family_of(fields: Fields) -> type[Model]:
-    """Return the family that a config names in `architectures` or `model_type`. If both are given they must agree.
-
-    The error for an unknown name lists the supported names and suggests none of them: weights of families with similar
-    names (mixtral, mistral) are not interchangeable.
-    """
+    """Return the family that a config names in `architectures` or `model_type`. If both are given they must agree."""
     by_type = families()
     by_architecture = {cls.architecture: cls for cls in by_type.values()}
-    remedy = "use a checkpoint of one of these"
+    remedy = "use a checkpoint of one of these"  # and not a similar name: mixtral is no mistral
     listed, model_type = fields.names("architectures"), fields.text("model_type")
     if model_type is not None and model_type not in by_type:
         raise fields.refusal("model_type", f"a supported one: {', '.join(by_type)}", remedy)
