@@ -17,24 +17,10 @@ from lce.models.layers import model_class, read_config
 from lce.weights.source import Source
 
 VOCAB = 300
-TINY: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "vocab_size": VOCAB,
-}
+TINY: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+TINY |= {"bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False, "vocab_size": VOCAB}
+TINY |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-05, "rope_theta": 1e4}
 _PROSE = [
     "The quick brown fox jumps over the lazy dog, and then over the moon and the other dogs.",
     "In the morning the old miller took the bread out of the oven and the children ate it.",
@@ -79,8 +65,7 @@ def save_chat(folder: Path, template: str, **changes: Any) -> Path:
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     library.add_special_tokens(["<|turn|>", "<|end|>"])
     library.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
-    _write(folder, "tokenizer_config.json", config)
+    _write(folder, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
     _write(folder, "generation_config.json", {"eos_token_id": [1, VOCAB + 1]})
     return folder
 

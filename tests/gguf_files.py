@@ -20,23 +20,11 @@ from gguf import quants
 FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL"}
 # Patterns of tensor names, the first that matches counts. A file called Q4_K_M is made so; in a model whose rows are no
 # multiple of 256 its types become Q5_0 and Q8_0.
-Q4_K_M = {
-    "output.weight": "Q6_K",
-    "token_embd.weight": "Q6_K",
-    "blk.0.attn_v.weight": "Q6_K",
-    "blk.0.ffn_down.weight": "Q6_K",
-    "*": "Q4_K",
-}
+Q4_K_M = {f"{name}.weight": "Q6_K" for name in ("output", "token_embd", "blk.0.attn_v", "blk.0.ffn_down")}
+Q4_K_M |= {"*": "Q4_K"}
 # Of types that the package cannot make: where `d` and `dmin` lie in a block, and the code in the middle if it is not 0.
-_MADE = {
-    "Q2_K": (80, 82, 1.5),
-    "Q3_K": (108, None, 0),
-    "Q4_K": (0, 2, 7.5),
-    "Q5_K": (0, 2, 15.5),
-    "Q6_K": (208, None, 0),
-    "IQ4_NL": (0, None, 0),
-    "IQ4_XS": (0, None, 0),
-}
+_MADE = {"Q2_K": (80, 82, 1.5), "Q3_K": (108, None, 0), "Q4_K": (0, 2, 7.5), "Q5_K": (0, 2, 15.5)}
+_MADE |= {"Q6_K": (208, None, 0), "IQ4_NL": (0, None, 0), "IQ4_XS": (0, None, 0)}
 
 
 def write_gguf(

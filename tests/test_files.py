@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,9 +32,7 @@ def test_a_failure_leaves_the_earlier_contents(tmp_path: Path, step: str, monkey
     path = tmp_path / "file"
     files.write_whole(path, b"before")
 
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(os, step, fail)
     if step == "unlink":  # a read-only file system, where nothing is made
         monkeypatch.setattr("builtins.open", fail)

@@ -20,15 +20,8 @@ PROSE = [
     "日本語の文章と😀の絵文字。",
     "def f(x):\n    return x * 2\n",
 ] * 8
-TEXTS = [
-    "Hello world",
-    "  two  spaces,\n\ttabs and é",
-    "日本語 😀 नमस्ते 👩‍👩‍👧",
-    "",
-    " ",
-    "a\x00b\ufffd",
-    "The quick brown fox " * 20,
-]
+TEXTS = ["Hello world", "  two  spaces,\n\ttabs and é", "日本語 😀 नमस्ते 👩‍👩‍👧", "", " ", "a\x00b\ufffd"]
+TEXTS += ["The quick brown fox " * 20]
 # The regular expressions that published byte-level tokenizers cut words by.
 SHORT, SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
@@ -65,25 +58,19 @@ def byte_level_library() -> tokenizers.Tokenizer:
 def merges_of(pieces: list[str]) -> list[tuple[str, str]]:
     """The merges behind a sentencepiece BPE vocabulary, whose pieces stand in the order of their merges."""
     ranks = {piece: rank for rank, piece in enumerate(pieces)}
-    return [
-        (piece[:cut], piece[cut:])
-        for piece in pieces[259:]
-        for cut in range(1, len(piece))
-        if piece[:cut] in ranks and piece[cut:] in ranks
-    ]
+    cuts = [(piece[:cut], piece[cut:]) for piece in pieces[259:] for cut in range(1, len(piece))]
+    return [(left, right) for left, right in cuts if left in ranks and right in ranks]
 
 
-def llama_library(model: sentencepiece.SentencePieceProcessor) -> tokenizers.Tokenizer:
+def llama_library(source: sentencepiece.SentencePieceProcessor) -> tokenizers.Tokenizer:
     """Llama 2's kind of tokenizer.json, of a sentencepiece BPE model."""
-    pieces = model.id_to_piece(list(range(len(model))))
+    pieces = source.id_to_piece(list(range(len(source))))
     vocab = {piece: rank for rank, piece in enumerate(pieces)}
-    library = tokenizers.Tokenizer(
-        models.BPE(vocab, merges_of(pieces), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    model = models.BPE(vocab, merges_of(pieces), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    library = tokenizers.Tokenizer(model)
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    library.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    library.decoder = decoders.Sequence(steps)
     library.add_special_tokens(["<unk>", "<s>", "</s>"])
     library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return library
@@ -92,9 +79,8 @@ def llama_library(model: sentencepiece.SentencePieceProcessor) -> tokenizers.Tok
 def unigram_library() -> tokenizers.Tokenizer:
     """A unigram vocabulary with byte fallback and Metaspace for its decoder."""
     words = ["<unk>", "<s>", "</s>", *BYTES, "▁", "▁the", "▁fox", "fox", "o", "f", "x", "▁▁"]
-    library = tokenizers.Tokenizer(
-        models.Unigram([(word, -1.0 - rank / 100) for rank, word in enumerate(words)], 0, byte_fallback=True)
-    )
+    scores = [(word, -1.0 - rank / 100) for rank, word in enumerate(words)]
+    library = tokenizers.Tokenizer(models.Unigram(scores, 0, byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()])
     library.add_special_tokens(["<unk>", "<s>", "</s>"])

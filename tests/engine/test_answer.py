@@ -40,9 +40,8 @@ def could_begin(text: str, stops: Sequence[str]) -> str:
 @given(pieces=st.lists(SHORT, max_size=8), stops=STOPS)
 @settings(max_examples=400, deadline=None)
 def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[str], stops: tuple[str, ...]) -> None:
-    text = "".join(pieces)
+    text, watch = "".join(pieces), StopWatch(stops)
     cut = first_stop(text, stops)
-    watch = StopWatch(stops)
     said = "".join([*map(watch.push, pieces), watch.finish()])
     assert (said, watch.stopped) == (text if cut is None else text[:cut], cut is not None)
 
@@ -68,17 +67,15 @@ class Script:
     """Stands for the model: its greedy tokens are `tokens`, one after another."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = tokens
-        self.calls = 0
+        self.tokens, self.calls = tokens, 0
 
     def logits(self) -> Tensor:
         self.calls += 1
         return torch.nn.functional.one_hot(torch.tensor(self.tokens[self.calls - 1]), 300).float()
 
     def run(self, tokenizer: Tokenizer, stop: Sequence[str] = (), limit: int = 999) -> tuple[list[str], Generation]:
-        options = Options(limit, sampling=Sampling(stop=tuple(stop)))
+        options, pieces = Options(limit, sampling=Sampling(stop=tuple(stop))), []
         answer = Answer(options, {EOS, 299}, tokenizer, Generation())
-        pieces = []
         while not answer.done:
             pieces.append(answer.take(self.logits()))
         result = answer.result

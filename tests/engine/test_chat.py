@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -45,8 +46,7 @@ def _render_here() -> Iterator[None]:
 
     def answer(request: str) -> bytes:
         asked = json.loads(request)
-        found = template.render(asked["template"], asked["variables"], asked["chars"])
-        return json.dumps(found).encode()
+        return json.dumps(template.render(asked["template"], asked["variables"], asked["chars"])).encode()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lce.tokenizer.chat._answer", answer)
@@ -71,9 +71,8 @@ def engine(load: Callable[..., lce.Engine]) -> lce.Engine:
 
 
 def read_and_said(conversation: Conversation, reply: lce.Generation) -> tuple[list[int], list[int]]:
-    ids = conversation.context.token_ids
-    n = len(reply.token_ids)
-    return ids[: len(ids) - n], ids[len(ids) - n :]
+    ids, n = conversation.context.token_ids, len(conversation.context) - len(reply.token_ids)
+    return ids[:n], ids[n:]
 
 
 @pytest.mark.parametrize("name", APPENDING)
@@ -118,8 +117,8 @@ def test_an_end_of_turn_ends_the_answer_and_is_not_read_twice(load: Callable[...
     engine = load("plain")
     assert engine.setup.eos_ids == {1, 301}
     conversation = engine.conversation()
-    conversation.ask(QUESTIONS[0], max_tokens=5)
-    conversation.ask(QUESTIONS[1], max_tokens=5)
+    for question in QUESTIONS[:2]:
+        conversation.ask(question, max_tokens=5)
     assert conversation.context.token_ids.count(301) == 3  # two questions and the first answer
 
 
@@ -131,8 +130,7 @@ def test_a_turn_that_fails_leaves_no_message(engine: lce.Engine, at: int) -> Non
 
     conversation = engine.conversation()
     conversation.ask(QUESTIONS[0], max_tokens=4)
-    before = conversation.messages
-    long = "The quick brown fox jumps over the lazy dog. " * 12
+    before, long = conversation.messages, "The quick brown fox jumps over the lazy dog. " * 12
     with pytest.raises(KeyboardInterrupt):
         conversation.ask(long, max_tokens=4, progress=fail)
     assert conversation.messages == before
@@ -145,10 +143,8 @@ def test_a_turn_that_fails_leaves_no_message(engine: lce.Engine, at: int) -> Non
 
 
 def test_blocks_of_an_interrupted_turn_are_not_saved(engine: lce.Engine, tmp_path: Path) -> None:
-    def fail(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    conversation, long = engine.conversation(), "The quick brown fox jumps over the lazy dog. " * 12
+    fail, long = Mock(side_effect=KeyboardInterrupt), "The quick brown fox jumps over the lazy dog. " * 12
+    conversation = engine.conversation()
     with pytest.raises(KeyboardInterrupt):
         conversation.ask(long, progress=fail)
     with pytest.raises(lce.UsageError, match="the conversation is empty"):

@@ -90,10 +90,8 @@ def test_a_knob_from_a_file_is_its_contents(tmp_path: Path) -> None:
     assert knobs_of({}) == knobs_of({"knobs": 3}) == {}
 
 
-TREES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda x: st.lists(x) | st.dictionaries(st.text(), x),
-)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+TREES = st.recursive(LEAVES, lambda x: st.lists(x) | st.dictionaries(st.text(), x))
 
 
 @given(theirs=TREES | st.dictionaries(st.sampled_from(sorted(ONE.facts)), TREES).map(lambda some: ONE.facts | some))

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -231,12 +232,8 @@ def test_scores_behind_a_context_that_was_cut(engine: lce.Engine) -> None:
 
 def test_an_interrupted_score_leaves_the_context_as_it_was(engine: lce.Engine) -> None:
     context = engine.prefill(IDS[:50])
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        engine.score(IDS[50:], context=context, progress=stop)
+        engine.score(IDS[50:], context=context, progress=Mock(side_effect=KeyboardInterrupt))
     assert context.token_ids == IDS[:50]
     assert equal(engine.score(IDS[50:], context=context), slow(engine, IDS, 50))
 

@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import lce
 from tests.checkpoints import tokens
-from tests.command import until, within
+from tests.command import begun, until, within
 
 PROMPT = tokens(150)  # five blocks of 32
 
@@ -36,17 +37,14 @@ def test_close_waits_for_a_step_that_runs_in_another_thread(engine: lce.Engine) 
         assert go_on.wait(10)
 
     stream = engine.stream(PROMPT, max_tokens=5, context=context, progress=progress)
-    reader = threading.Thread(target=lambda: list(stream), daemon=True)
-    closer = threading.Thread(target=stream.close, daemon=True)
-    reader.start()
+    reader = begun(lambda: list(stream))
     assert running.wait(10)
-    closer.start()
-    closer.join(0.05)
-    assert closer.is_alive(), "the step runs on"
+    closer = begun(stream.close)
+    time.sleep(0.05)
+    assert not closer.done(), "the step runs on"
     go_on.set()
-    closer.join(10)
-    reader.join(10)
-    assert not closer.is_alive()
+    closer.result(10)
+    reader.result(10)
     assert_usable(engine, context)
     assert stream.result.finish_reason == "cancelled"
 
@@ -88,12 +86,10 @@ def test_any_thread_may_close_at_any_time(engine: lce.Engine) -> None:
     for wait_ms in range(0, 24, 2):
         context = engine.prefill(tokens(40))
         stream = engine.stream(PROMPT, max_tokens=1000, context=context)
-        reader = threading.Thread(target=lambda stream=stream: list(stream), daemon=True)
-        reader.start()
+        reader = begun(lambda stream=stream: list(stream))  # type: ignore[misc]
         time.sleep(wait_ms / 1000)
         within(stream.close)
-        reader.join(10)
-        assert not reader.is_alive()
+        reader.result(10)
         assert stream.result.finish_reason in ("cancelled", "stop")
         assert_usable(engine, context)
 
@@ -128,8 +124,7 @@ def test_a_cancelled_stream_says_all_that_it_drew_or_nothing_of_it(engine: lce.E
 
 
 def test_a_callback_cannot_ask_for_the_next_piece(engine: lce.Engine) -> None:
-    context = engine.prefill(tokens(40))
-    ender = Ender(2, next)
+    context, ender = engine.prefill(tokens(40)), Ender(2, next)
     ender.stream = engine.stream(PROMPT, max_tokens=5, context=context, progress=ender)
     with pytest.raises(lce.UsageError, match="a callback asks for the next piece of the stream that has called it"):
         list(ender.stream)
@@ -150,8 +145,7 @@ def test_an_async_stream_is_the_stream(engine: lce.Engine) -> None:
 
 
 def test_cancelling_the_task_cancels_the_stream(engine: lce.Engine) -> None:
-    context = engine.prefill(tokens(40))
-    reading = threading.Event()
+    context, reading = engine.prefill(tokens(40)), threading.Event()
 
     async def read(stream: lce.AsyncStream) -> None:
         async for _ in stream:
@@ -204,15 +198,12 @@ def test_leaving_an_async_loop_early_ends_the_thread(engine: lce.Engine, how: st
 
 
 def test_an_error_in_an_async_stream_reaches_the_loop(engine: lce.Engine) -> None:
-    def progress(done: int, total: int) -> None:
-        raise KeyError("mine")
-
     async def read(prompt: Any, **options: Any) -> None:
         async for _ in engine.astream(prompt, **options):
             pass
 
     with pytest.raises(KeyError, match="mine"):
-        asyncio.run(read(PROMPT, progress=progress))
+        asyncio.run(read(PROMPT, progress=Mock(side_effect=KeyError("mine"))))
     with pytest.raises(lce.UsageError, match="the prompt is empty"):
         asyncio.run(read(""))
     with pytest.raises(lce.UsageError, match="max_tokens is 0"):

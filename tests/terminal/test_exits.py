@@ -4,6 +4,7 @@ import errno
 import os
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -36,10 +37,7 @@ def test_debug_shows_the_traceback(position: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_failure_has_its_exit_code(error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(lce, "load", fail)
+    monkeypatch.setattr(lce, "load", Mock(side_effect=error))
     assert_error(run("generate", "--model", "none", "--prompt", PROMPT), code, words)
     error.__context__ = KeyboardInterrupt()  # compiled modules that are interrupted raise an ImportError
     result = run("generate", "--model", "none", "--prompt", PROMPT)
@@ -158,10 +156,7 @@ def test_output_that_cannot_be_written(tiny_model: Path) -> None:
 
 
 def test_what_cannot_be_saved_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     save = ("--save", tmp_path / "answer.lce")
     assert_error(run("generate", "--model", tiny_model, "--prompt", PROMPT, *save), 4, "No space left on device")
     assert list(tmp_path.iterdir()) == []
@@ -182,12 +177,10 @@ def test_our_tree_has_the_commands_of_server_and_laboratory() -> None:
     assert all(isinstance(found[name].load(), click.Command) for name in names)
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [("not_there.at_all:run", "No module named 'not_there'"), ("json:dumps", "it is a function, not a click.Command")],
-)
-def test_a_broken_command_says_why(value: str, reason: str) -> None:
-    command = load(EntryPoint("hello", value, GROUP))
-    assert reason in (command.help or "")
-    with pytest.raises(UsageError, match=reason):
-        command.main(["--any", "thing"], standalone_mode=False)
+def test_a_broken_command_says_why() -> None:
+    said = {"not_there.at_all:run": "No module named 'not_there'", "json:dumps": "is a function, not a click.Command"}
+    for value, reason in said.items():
+        command = load(EntryPoint("hello", value, GROUP))
+        assert reason in (command.help or "")
+        with pytest.raises(UsageError, match=reason):
+            command.main(["--any", "thing"], standalone_mode=False)

@@ -52,14 +52,8 @@ def test_a_plan_of_unknown_sizes() -> None:
 
 
 def test_types_as_a_user_writes_them() -> None:
-    for hint, text in (
-        (int, "int"),
-        (int | None, "int or none"),
-        (Literal["all"], "all"),
-        (Literal["a", "b", "c"], "a, b or c"),
-        (Literal["a", "b"] | None, "a or b or none"),
-    ):
-        assert figures.type_text(hint) == text
+    hints = (int, int | None, Literal["all"], Literal["a", "b", "c"], Literal["a", "b"] | None)
+    assert [*map(figures.type_text, hints)] == ["int", "int or none", "all", "a, b or c", "a or b or none"]
 
 
 def info(*args: str | Path) -> dict[str, Any]:
@@ -100,10 +94,9 @@ def test_a_model_that_is_checked(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_tensors_of_several_types_are_listed(tiny_model: Path, tmp_path: Path) -> None:
     out = lce.quantize(tiny_model, tmp_path / "out", "int8")
-    heads, norms, text = {"kind": "head", "type": "int8", "count": 1}, {"kind": "norms"}, rows(out)
-    head, last = info(out)["tensors"][-2:]
-    assert head | heads == head
-    assert last | norms == last
+    (head, last), text = info(out)["tensors"][-2:], rows(out)
+    assert head | {"kind": "head", "type": "int8", "count": 1} == head
+    assert last["kind"] == "norms"
     assert text["head"].split() == ["1", "int8", *figures.size_text(head["n_bytes"]).split()]
     assert text["tensors"].split() == ["count", "type", "size"]
     assert "tensors" not in rows(tiny_model)
