@@ -88,6 +88,10 @@ def axis(dim: int, by: int) -> Change:
     return lambda right: right.index_select(dim, torch.arange(right.shape[dim] + by).clamp(max=right.shape[dim] - 1))
 
 
+def but(*names: str) -> dict[str, Change]:
+    return {name: change for name, change in NO_TENSOR.items() if name not in names}
+
+
 def off(*dims: int) -> dict[str, Change]:
     return {f"{by:+} along {dim}": axis(dim, by) for dim in dims for by in (-1, 1)}
 
@@ -98,10 +102,10 @@ def kind(*dtypes: torch.dtype) -> dict[str, Change]:
 
 WRONG: dict[str, dict[str, Change]] = {
     "attend": NO_TENSOR | off(0, 1, 2) | kind(torch.float64, torch.bfloat16, torch.int64),
-    "summarise": {k: v for k, v in NO_TENSOR.items() if k not in ("one dimension more", "the first alone")}
+    "summarise": but("one dimension more", "the first alone")
     | {"off in chunks": axis(1, 1), "no chunks": axis(1, -1), "flat": lambda right: right.flatten()},
     "score": NO_TENSOR | off(0, 1, 2) | kind(torch.complex64),
-    "forced": {k: v for k, v in NO_TENSOR.items() if k != "the first alone"} | off(0, 1) | kind(torch.int64),
+    "forced": but("the first alone") | off(0, 1) | kind(torch.int64),
     "select": NO_TENSOR
     | off(0, 1)
     | kind(torch.float32, torch.int32)
@@ -113,10 +117,8 @@ WRONG: dict[str, dict[str, Change]] = {
         "all of them": lambda right: torch.arange(N // SIZE).expand(*right.shape[:2], -1),
         "more than have a position": lambda right: torch.nn.functional.pad(right, (0, 9), value=-1),
     },
-    "choose": {k: v for k, v in NO_TENSOR.items() if k != "nothing"} | off(0, 1) | kind(torch.float32),
-    "key_positions": {k: v for k, v in NO_TENSOR.items() if k not in ("nothing", "the first alone")}
-    | off(0)
-    | kind(torch.bool, torch.complex64),
+    "choose": but("nothing") | off(0, 1) | kind(torch.float32),
+    "key_positions": but("nothing", "the first alone") | off(0) | kind(torch.bool, torch.complex64),
     "keep": {"a tensor": to(torch.zeros(2)), "nothing cached": lambda right: None, "a pair": to((1, 2))},
     "state": {
         "a list": lambda right: list(right.values()),

@@ -29,146 +29,106 @@ WINDOW = 32
 HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
 # Knobs that a method needs if no model provides them.
 NEEDS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}
+
+
+def cases(text: str) -> list[dict[str, object]]:
+    """The knobs of several cases, as in "chunk_size=4, chunk_size=8 chunks=3"."""
+    return [as_knobs(case) for case in text.split(",")]
+
+
 # Every selector at every placement, with several pages of sinks and local tokens.
-SELECTS: dict[str, dict[str, object]] = {
-    "summary": {},
-    "bounds": {},
-    "mean": {},
-    "representatives": {"select.repr_tokens": 2},
-    "lowdim": {"select.compress": "pca", "select.low_dim": 12},
-    "best_key": {},
-    "oracle": {"select.judge": "true"},
-    "random": {"select.seed": 1},
-}
-PLACES: dict[str, dict[str, object]] = {
-    "side_by_side": {},
-    "true": {},
-    "constant": {},
-    "grouped": {"placement.group": 3},
-    "dual": {"placement.chunk_size": 20},
-}
+SELECTS = cases(
+    "select=summary, select=bounds, select=mean, select=representatives select.repr_tokens=2, select=best_key, "
+    "select=lowdim select.compress=pca select.low_dim=12, select=oracle select.judge=true, select=random select.seed=1"
+)
+PLACES = cases(
+    "placement=side_by_side, placement=true, placement=constant, placement=grouped placement.group=3, "
+    "placement=dual placement.chunk_size=20"
+)
 PLANE = [
-    {"select": select, "placement": place, "page": 4, "budget": 32, "budget.sinks": 5, "budget.local": 7}
-    | of_select
-    | of_place
-    for select, of_select in SELECTS.items()
-    for place, of_place in PLACES.items()
+    select | place | as_knobs("page=4 budget=32 budget.sinks=5 budget.local=7")
+    for select in SELECTS
+    for place in PLACES
 ]
 # Knobs that every method is also tested with, besides its defaults.
 KNOBS: dict[str, list[dict[str, object]]] = {
-    "dca": [
-        {"chunk_size": 10},
-        {"chunk_size": 32},
-        {"temperature": True},
-        {"chunk_size": 10, "parts": "intra"},
-        {"chunk_size": 10, "parts": "intra+inter", "temperature": True},
-        {"chunk_size": 20, "far": 32},
-        {"chunk_size": 40, "far": 52},
-    ],
-    "delta": [
-        {"method": "streaming:sinks=2:local=9", "every": 5},
-        {"method": "lm_infinite:sinks=2:local=9", "dense": "rerope:local=12:log_scale=true", "every": 7},
-        {"method": "quest:dense_layers=0:page=4:budget=16", "every": 8, "dense_up_to": 7},
-        {"method": "longheads:chunk_size=4", "dense": "dca:chunk_size=4", "every": 16},
-        as_knobs("method=pages:placement=grouped:placement.group=3:page=4:budget=32 dense=self_extend:group=3 every=9"),
-        {"method": "dca:chunk_size=20:parts=intra", "dense": "dca:chunk_size=20", "every": 6, "dense_up_to": 0},
-        {"method": "esa:compress=none:sinks=4:top_k=9", "dense": "rerope", "every": 11, "correct": False},
-        {"method": "quest:dense_layers=0:page=4:budget=16", "dense": "self_extend:group=auto", "every": 6},
-    ],
-    "esa": [
-        {"sinks": 4, "top_k": 9},
-        {"sinks": 0, "local": 5, "top_k": 4, "eps": 1},
-        {"sinks": 3, "local": 7, "eps": 0, "far": 20},
-        {"sinks": 4, "top_k": 9, "compress": "pca", "low_dim": 12},
-        {"sinks": 4, "top_k": 12, "top_p": 0.3},
-        {"sinks": 4, "top_k": 9, "heads": "max"},
-    ],
-    "full": [{}],
-    "infllm": [
-        {"block_size": 8, "sinks": 4, "top_k": 3, "repr_tokens": 2},
-        {"block_size": 5, "sinks": 0, "top_k": 1, "local": 9, "far": 13},
-        {"block_size": 4, "sinks": 7, "top_k": 5, "repr_tokens": 9, "local": 40},
-        {"block_size": 4, "sinks": 3, "top_k": 12, "top_p": 0.5},
-    ],
-    "lm_infinite": [
-        {"sinks": 2, "local": 20},
-        {"sinks": 0, "local": 1},
-        {"sinks": 3, "local": 16, "top_k": 5},
-        {"sinks": 0, "local": 9, "top_k": 2, "from_layer": 1},
-    ],
-    "longheads": [
-        {"chunk_size": 4},
-        {"chunk_size": 8, "chunks": 3},
-        {"chunk_size": 4, "share": "group"},
-        {"chunk_size": 4, "share": "layer"},
-        {"chunk_size": 4, "rank": "last"},
-        {"chunk_size": 4, "keep_first": False},
-        {"chunk_size": 8, "keep_last": False},
-        {"chunk_size": 8, "chunks": 3, "keep_first": False, "keep_last": False},
-        {"chunk_size": 4, "fix_head": True},
-        {"chunk_size": 5, "chunks": 6},
-        {"chunk_size": 4, "placement": "true"},
-        {"chunk_size": 4, "placement": "constant"},
-        {"chunk_size": 5, "chunks": 6, "placement": "constant", "share": "group"},
-        {"chunk_size": 4, "top_p": 0.4, "keep_first": False},
-    ],
-    "oracle": [
-        {"chunk_size": 5, "budget": 30, "judge": "true", "placement": "constant"},
-        {"chunk_size": 4, "placement": "true", "top_p": 0.7, "keep_first": False, "keep_last": False},
-        {"chunk_size": 1, "chunks": 9, "judge": "true"},
-    ],
-    "pages": [
-        *PLANE,
-        {"page": 5, "budget": 26, "budget.sinks": 0, "budget.local": 0, "select": "summary", "share": "group"},
-        as_knobs("page=1 budget=16 budget.sinks=2 budget.local=3 placement=constant placement.far=31 share=layer"),
-        as_knobs("page=4 budget=32 select=representatives placement=true budget.top_p=0.4 budget.sinks=0"),
-        {"page": 4, "budget": 32, "placement": "constant", "budget.top_p": 0.6, "share": "group"},
-        {"page": 4, "budget": 32, "select": "oracle", "budget.top_p": 0.6, "share": "group", "budget.local": 8},
-        {"page": 4, "budget": 32, "select": "random", "budget.top_p": 0.37, "share": "layer"},
-        {"page": 8, "budget": 50, "select": "mean", "placement": "side_by_side"},
-        {"page": 4, "budget": 24, "placement": "dual", "budget.top_p": 0.6, "share": "group", "placement.far": 40},
-        as_knobs("page=2 budget=24 select=summary placement=grouped budget.top_p=0.5 budget.local=9 placement.group=8"),
-        *(
-            {"page": 4, "budget": 32, "queries": "page", **knobs}
-            for knobs in (
-                {"budget.sinks": 5, "budget.local": 7},
-                {"share": "group", "placement": "true", "page": 5},
-                {"share": "layer", "placement": "grouped", "budget.local": 9, "select": "summary"},
-                {"share": "group", "placement": "constant", "select": "oracle"},
-                {"placement": "dual", "placement.chunk_size": 20, "select": "mean"},
-                {"share": "group", "select": "random"},
-            )
-        ),
-        {"page": 2, "budget": 12, "budget.growth": "sqrt"},
-        as_knobs("page=2 budget=12 budget.growth=linear select=mean budget.grows_from=20 budget.grows_to=25"),
-        as_knobs("page=4 budget=20 budget.growth=linear placement=constant share=group budget.grows_to=70"),
-        as_knobs("page=4 budget=16 budget.growth=sqrt placement=dual budget.top_p=0.7 select=best_key"),
-    ],
-    "reattention": [
-        {"span": 4, "top_k": 3, "sinks": 5, "local": 9},
-        {"span": 3, "top_k": 2, "sinks": 0, "local": 1, "share": "group"},
-        {"span": 4, "share": "layer", "local": 8, "top_p": 0.5},
-    ],
-    "quest": [
-        {"dense_layers": 0},
-        {"dense_layers": 0, "page": 4, "budget": 16},
-        {"dense_layers": 0, "page": 5, "budget": 11},
-        {"dense_layers": 0, "page": 4, "budget": 24, "top_p": 0.6},
-    ],
-    "random": [{"chunk_size": 4, "seed": 1, "placement": "constant", "top_p": 0.37}],
-    "rerope": [{"local": 1}, {"local": 100}, {"log_scale": True}],
-    "self_extend": [
-        *({"local": 10, "group": 3}, {"local": 1, "group": 16}, {"local": 64}, {"group": 1}),
-        *({"group": "auto"}, {"group": "auto", "local": 1, "far": 40}, {"group": "auto", "local": 30}),
-    ],
-    "streaming": [{"sinks": 0}, {"sinks": 9, "local": 5}, {"sinks": 1, "local": 1}],
-    "xattention": [
-        {"stride": 4},
-        {"stride": 1},
-        {"stride": 3, "block_size": 6, "top_p": 0.5},
-        {"stride": 2, "block_size": 16, "top_p": 0.7},
-        {"stride": 4, "block_size": 12, "top_p": 1.0},
-    ],
+    "dca": cases(
+        "chunk_size=10, chunk_size=32, temperature=True, chunk_size=10 parts=intra, "
+        "chunk_size=10 parts=intra+inter temperature=True, chunk_size=20 far=32, chunk_size=40 far=52"
+    ),
+    "delta": cases(
+        "method=streaming:sinks=2:local=9 every=5, "
+        "method=lm_infinite:sinks=2:local=9 dense=rerope:local=12:log_scale=true every=7, "
+        "method=quest:dense_layers=0:page=4:budget=16 every=8 dense_up_to=7, "
+        "method=longheads:chunk_size=4 dense=dca:chunk_size=4 every=16, "
+        "method=pages:placement=grouped:placement.group=3:page=4:budget=32 dense=self_extend:group=3 every=9, "
+        "method=dca:chunk_size=20:parts=intra dense=dca:chunk_size=20 every=6 dense_up_to=0, "
+        "method=esa:compress=none:sinks=4:top_k=9 dense=rerope every=11 correct=False, "
+        "method=quest:dense_layers=0:page=4:budget=16 dense=self_extend:group=auto every=6"
+    ),
+    "esa": cases(
+        "sinks=4 top_k=9, sinks=0 local=5 top_k=4 eps=1, sinks=3 local=7 eps=0 far=20, "
+        "sinks=4 top_k=9 compress=pca low_dim=12, sinks=4 top_k=12 top_p=0.3, sinks=4 top_k=9 heads=max"
+    ),
+    "full": cases(""),
+    "infllm": cases(
+        "block_size=8 sinks=4 top_k=3 repr_tokens=2, block_size=5 sinks=0 top_k=1 local=9 far=13, "
+        "block_size=4 sinks=7 top_k=5 repr_tokens=9 local=40, block_size=4 sinks=3 top_k=12 top_p=0.5"
+    ),
+    "lm_infinite": cases(
+        "sinks=2 local=20, sinks=0 local=1, sinks=3 local=16 top_k=5, sinks=0 local=9 top_k=2 from_layer=1"
+    ),
+    "longheads": cases(
+        "chunk_size=4, chunk_size=8 chunks=3, chunk_size=4 share=group, chunk_size=4 share=layer, "
+        "chunk_size=4 rank=last, chunk_size=4 keep_first=False, chunk_size=8 keep_last=False, "
+        "chunk_size=8 chunks=3 keep_first=False keep_last=False, chunk_size=4 fix_head=True, chunk_size=5 chunks=6, "
+        "chunk_size=4 placement=true, chunk_size=4 placement=constant, "
+        "chunk_size=5 chunks=6 placement=constant share=group, chunk_size=4 top_p=0.4 keep_first=False"
+    ),
+    "oracle": cases(
+        "chunk_size=5 budget=30 judge=true placement=constant, "
+        "chunk_size=4 placement=true top_p=0.7 keep_first=False keep_last=False, chunk_size=1 chunks=9 judge=true"
+    ),
+    "pages": PLANE
+    + cases(
+        "page=5 budget=26 budget.sinks=0 budget.local=0 select=summary share=group, "
+        "page=1 budget=16 budget.sinks=2 budget.local=3 placement=constant placement.far=31 share=layer, "
+        "page=4 budget=32 select=representatives placement=true budget.top_p=0.4 budget.sinks=0, "
+        "page=4 budget=32 placement=constant budget.top_p=0.6 share=group, "
+        "page=4 budget=32 select=oracle budget.top_p=0.6 share=group budget.local=8, "
+        "page=4 budget=32 select=random budget.top_p=0.37 share=layer, "
+        "page=8 budget=50 select=mean placement=side_by_side, "
+        "page=4 budget=24 placement=dual budget.top_p=0.6 share=group placement.far=40, "
+        "page=2 budget=24 select=summary placement=grouped budget.top_p=0.5 budget.local=9 placement.group=8, "
+        "page=4 budget=32 queries=page budget.sinks=5 budget.local=7, "
+        "page=5 budget=32 queries=page share=group placement=true, "
+        "page=4 budget=32 queries=page share=layer placement=grouped budget.local=9 select=summary, "
+        "page=4 budget=32 queries=page share=group placement=constant select=oracle, "
+        "page=4 budget=32 queries=page placement=dual placement.chunk_size=20 select=mean, "
+        "page=4 budget=32 queries=page share=group select=random, page=2 budget=12 budget.growth=sqrt, "
+        "page=2 budget=12 budget.growth=linear select=mean budget.grows_from=20 budget.grows_to=25, "
+        "page=4 budget=20 budget.growth=linear placement=constant share=group budget.grows_to=70, "
+        "page=4 budget=16 budget.growth=sqrt placement=dual budget.top_p=0.7 select=best_key"
+    ),
+    "reattention": cases(
+        "span=4 top_k=3 sinks=5 local=9, span=3 top_k=2 sinks=0 local=1 share=group, "
+        "span=4 share=layer local=8 top_p=0.5"
+    ),
+    "quest": cases(
+        "dense_layers=0, dense_layers=0 page=4 budget=16, dense_layers=0 page=5 budget=11, "
+        "dense_layers=0 page=4 budget=24 top_p=0.6"
+    ),
+    "random": cases("chunk_size=4 seed=1 placement=constant top_p=0.37"),
+    "rerope": cases("local=1, local=100, log_scale=True"),
+    "self_extend": cases(
+        "local=10 group=3, local=1 group=16, local=64, group=1, group=auto, group=auto local=1 far=40, "
+        "group=auto local=30"
+    ),
+    "streaming": cases("sinks=0, sinks=9 local=5, sinks=1 local=1"),
+    "xattention": cases(
+        "stride=4, stride=1, stride=3 block_size=6 top_p=0.5, stride=2 block_size=16 top_p=0.7, "
+        "stride=4 block_size=12 top_p=1.0"
+    ),
 }
 CASES = [(name, {**NEEDS.get(name, {}), **knobs}) for name in available() for knobs in [{}, *KNOBS.get(name, [])]]
 # Methods for analysis read every key, from whichever tier: where only tiers differ, one short case of each is enough.
@@ -179,10 +139,9 @@ BASIC = [case for case in SERVING if not {"top_p", "budget.top_p", "heads"} & {*
 # Each value of each knob once: for what concerns a choice, a place or a state, and not two of them at once.
 EACH, EACH_BASIC = cover(CASES), cover(BASIC)
 # Each reader of keys: what else a knob changes is what is chosen.
-IN_8_BITS = [
-    ("full", {}),
+IN_8_BITS: list[Any] = [
+    *(("full", {}), ("longheads", {"chunk_size": 4})),
     ("esa", {"compress": "pca", "sinks": 4, "top_k": 9, "low_dim": 12}),
-    ("longheads", {"chunk_size": 4}),
 ]
 CONSTANT = ("longheads", {"chunk_size": 4, "placement": "constant"})
 CUTS = {
@@ -367,12 +326,7 @@ def check_half_precision(name: str, knobs: dict[str, object], dtype: torch.dtype
 
 @pytest.mark.parametrize(
     ("name", "knobs"),
-    [
-        ("dca", {}),
-        ("esa", {"compress": "none"}),
-        ("infllm", KNOBS["infllm"][0]),
-        ("lm_infinite", KNOBS["lm_infinite"][2]),
-    ],
+    [("dca", {}), ("esa", NEEDS["esa"]), ("infllm", KNOBS["infllm"][0]), ("lm_infinite", KNOBS["lm_infinite"][2])],
     ids=str,
 )
 def test_no_pass_waits_for_a_gpu(name: str, knobs: dict[str, object], gpus: Gpus) -> None:
@@ -514,20 +468,13 @@ def test_the_smallest_budget_changes_nothing_of_an_analysis(name: str, tmp_path:
 def check_the_smallest_budget(
     method: Method, heads: tuple[int, int], tmp_path: Path, kv_dtype: str = "auto", windows: int = 4
 ) -> Tensor:
-    calm = in_small_pieces(method, heads, kv_dtype, windows=windows)
-    out = in_small_pieces(method, heads, kv_dtype, Budgets(host=0, spill_dir=tmp_path), disturb=5, windows=windows)
-    assert torch.equal(out, calm)
+    calm = in_small_pieces(method, heads, windows, kv_dtype=kv_dtype)
+    how: Any = {"kv_dtype": kv_dtype, "budgets": Budgets(host=0, spill_dir=tmp_path), "disturb": 5}
+    assert torch.equal(in_small_pieces(method, heads, windows, **how), calm)
     return calm
 
 
-def in_small_pieces(
-    method: Method,
-    heads: tuple[int, int],
-    kv_dtype: str = "auto",
-    budgets: Budgets | None = None,
-    disturb: int = 0,
-    windows: int = 4,
-) -> Tensor:
+def in_small_pieces(method: Method, heads: tuple[int, int], windows: int = 4, **how: Any) -> Tensor:
     """Chunks of 4 tokens where the method has no size of its own, and reads of 24.
 
     Fewer tokens where each is a chunk: the smallest budget holds one of them, and is filled again for every other.
@@ -535,9 +482,7 @@ def in_small_pieces(
     n = beyond(method, 2 if method.resolve(WINDOW).access.chunk_size == 1 else windows)
     q, k, v = vectors(9, *heads, n, 16)
     blocks = [30, 1, 1, *cut(n - 52, 9), *cut(20, 1)]
-    return run(
-        method, q, k, v, blocks, window=WINDOW, pieces=(4, 24), budgets=budgets, disturb=disturb, kv_dtype=kv_dtype
-    )
+    return run(method, q, k, v, blocks, window=WINDOW, pieces=(4, 24), **how)
 
 
 def changes(knobs: dict[str, object]) -> int:
@@ -554,7 +499,7 @@ def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
     method, heads, budgets = make(name, knobs), HEADS["grouped-query"], Budgets(host=0, spill_dir=tmp_path)
     found = check_the_smallest_budget(method, heads, tmp_path, "int8")
     with threads(2):
-        assert torch.equal(in_small_pieces(method, heads, "int8", budgets, disturb=5), found)
+        assert torch.equal(in_small_pieces(method, heads, kv_dtype="int8", budgets=budgets, disturb=5), found)
     exact = in_small_pieces(method, heads)
     difference = (found - exact).abs()
     assert difference.mean() <= 0.01 * changes(knobs) * exact.abs().mean()
@@ -565,14 +510,7 @@ def test_keys_and_values_in_8_bits_are_close_and_the_same_in_any_budget(
 
 @pytest.mark.parametrize(
     ("name", "knobs"),
-    [
-        *IN_8_BITS,
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [CONSTANT, *EACH_BASIC[1::2]]
-            if each not in IN_8_BITS
-        ),
-    ],
+    IN_8_BITS + [pytest.param(*x, marks=pytest.mark.slow) for x in [CONSTANT, *EACH_BASIC[1::2]] if x not in IN_8_BITS],
     ids=str,
 )
 def test_keys_and_values_in_8_bits_on_the_device(name: str, knobs: dict[str, object], tmp_path: Path) -> None:
