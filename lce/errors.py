@@ -14,8 +14,6 @@ machines, and derive from `LceError` alone. Ctrl-C stays Python's own KeyboardIn
 `WindowWarning` is the only warning.
 """
 
-from __future__ import annotations
-
 import difflib
 import reprlib
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ A file is written under a temporary name beside its target, locked while it is w
 temporary file that no process has locked was left by a crash; the next write to the same target removes it.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

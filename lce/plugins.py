@@ -4,8 +4,6 @@ A source tree that is not installed has no entry points. They are then read from
 an installation does.
 """
 
-from __future__ import annotations
-
 from configparser import ConfigParser
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports of the progress of long calls, to a callback or as a bar on stderr."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

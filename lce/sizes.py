@@ -1,7 +1,5 @@
 """Sizes in bytes and counts of tokens, as people write and read them. A k is 1024 everywhere, an M is 1024 k."""
 
-from __future__ import annotations
-
 import operator
 import re
 from fractions import Fraction

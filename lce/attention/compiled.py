@@ -1,7 +1,5 @@
 """The backend of lce's own compiled kernels for CPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The backend of the flash-attn package."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from torch import Tensor

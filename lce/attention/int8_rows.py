@@ -5,8 +5,6 @@ largest magnitude. So each token and KV head has a scale of its own, and a row i
 infinite or NaN, so is the scale.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

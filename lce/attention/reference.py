@@ -1,7 +1,5 @@
 """Attention as in the papers: for tests and for reading."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -4,8 +4,6 @@ Scores are products of queries with low-dim keys, chunk summaries and page bound
 query, the best tokens of a block, and the runs of a decode step.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The backend of PyTorch's flash kernels, on CPUs and on CUDA."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The backend of lce's own GPU kernels, which are written in Triton."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch

@@ -4,8 +4,6 @@ A format is one class, listed by name in `FORMATS`. The class quantises and pack
 code knows what is in a packed page.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

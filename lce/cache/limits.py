@@ -1,7 +1,5 @@
 """What fits where: a layout's budgets as tokens, pages and bytes of each tier."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -5,8 +5,6 @@ states have rows, written at the index of a token or a chunk; the next pass over
 `OpenChunk` and `Staged`, a pass makes a new tensor, which replaces the old tensor at the commit.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy

@@ -4,8 +4,6 @@ A slot is the space for one page. A pool's memory is a list of slabs. A slab is 
 counts slots. All slabs except the last have the same number of slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -4,8 +4,6 @@ Every failure is one line on stderr and an exit code; `--debug` adds the traceba
 entry points of the group `lce.commands`, each a `click.Command`.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

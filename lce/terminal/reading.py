@@ -1,7 +1,5 @@
 """Reads what a command line names: texts and messages, in files and stdin, and methods, models and context files."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ text is cut within the control token's text, and the parts are encoded separatel
     parts       ...end it with <     |eot_id|> now...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -11,8 +11,6 @@ Older checkpoints have their added tokens in added_tokens.json. The chat templat
 small file is optional; a broken one raises ModelError.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

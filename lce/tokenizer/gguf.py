@@ -12,8 +12,6 @@ So ids are those with which a model was trained. llama.cpp's differ for few text
 regular expressions.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct

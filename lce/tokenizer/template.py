@@ -8,8 +8,6 @@ Templates have the globals and filters that transformers gives them: `raise_exce
 does not escape HTML, `break` and `continue`, and `{% generation %}` blocks, which only mark text.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -5,8 +5,6 @@ memory-mapped, so changes to a file after loading have no effect. A file that ch
 and the end of loading is refused.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

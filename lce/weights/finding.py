@@ -1,7 +1,5 @@
 """Finds the source that a user's value names."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

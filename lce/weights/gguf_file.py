@@ -10,8 +10,6 @@ last one. Other bytes there would mean that the count of tensors is wrong, and w
 0.4 GB and a second. The header of SmolLM2, with 49,152 tokens, takes 0.05 s. No file is memory-mapped.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

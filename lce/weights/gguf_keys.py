@@ -4,8 +4,6 @@ llama3 scaling has no keys. The tensor `rope_freqs.weight` has the number by whi
 parameters are those that give these numbers.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

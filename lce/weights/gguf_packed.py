@@ -4,8 +4,6 @@ Every weight keeps its value. Codes of 2 to 4 bits take 4 bits in memory, larger
 join bits of several places. MXFP4 has no layout: its scales are powers of two that float16 cannot hold.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ significant bits. So `d·sub`, `(d·sub)·code` and `dmin·submin` are exact in 
 rounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

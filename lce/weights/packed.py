@@ -5,8 +5,6 @@ tensors, which the layout of its scheme names, such as `NAME.codes` and `NAME.sc
 metadata lists the quantised matrices.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

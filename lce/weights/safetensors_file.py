@@ -6,8 +6,6 @@ header is parsed, so that a hostile file takes little time and memory. No file i
 truncated while it is read raises an error, never a signal.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import mmap

@@ -1,7 +1,5 @@
 """Writes a quantised checkpoint as one safetensors file. Peak memory is two copies of the largest matrix."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Of rows, only their bytes are read. Of columns, whole rows are read, a few at a 
 row; memory takes the columns alone. Quantised matrices are cut between the blocks of weights that share a scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@
 folder would have are made of a GGUF file's metadata.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Groups a checkpoint's tensors by what they are for and by the type in which they are stored."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 
