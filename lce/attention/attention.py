@@ -4,8 +4,6 @@ With `dense` all queries of a head see the same keys. With `routed` each query o
 `merge` merges several results into one softmax over all keys, by the results' log-sum-exps.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import pkgutil
@@ -41,7 +39,7 @@ class Attention(ABC):
     for_gpus: ClassVar[bool] = False  # whether the backend suits only machines with a GPU
 
     @staticmethod
-    def choose(name: object = "auto") -> Attention:
+    def choose(name: object = "auto") -> "Attention":
         """Return a backend by name, or raise `UsageError`; `auto` or None is the fastest that this machine has."""
         if not isinstance(name, str | None):
             raise UsageError(f"attention is {shown(name)}; expected the name of a backend, or 'auto'")

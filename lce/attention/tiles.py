@@ -1,7 +1,5 @@
 """The inputs of `Attention.routed` (tiles, and queries rotated per slot) and `Attention.decode` (runs of tokens)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,7 +26,7 @@ class Tiles:
     index: Tensor
 
     @classmethod
-    def of_chunks(cls, k: Tensor, v: Tensor) -> Tiles:
+    def of_chunks(cls, k: Tensor, v: Tensor) -> "Tiles":
         """Return the tiles of all chunks `k v [G, M, L, D]`, which are contiguous tensors."""
         n_heads, n_chunks = k.shape[:2]
         index = torch.arange(n_heads * n_chunks, device=k.device).view(n_heads, n_chunks)

@@ -1,7 +1,5 @@
 """`Turn`: the rotation of a vector to a position, as cosines and sines (RoPE, Su et al., 2021)."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ class Turn(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def at(self, *index: Any) -> Turn:
+    def at(self, *index: Any) -> "Turn":
         """Return the rotations at `index`, an index into the leading dimensions; `None` inserts a dimension."""
         return Turn(self.cos[index], self.sin[index])
 
@@ -31,7 +29,7 @@ class SlotTurns(NamedTuple):
     table: Turn
     rows: Tensor
 
-    def at(self, queries: slice) -> SlotTurns:
+    def at(self, queries: slice) -> "SlotTurns":
         """Return the rotations of some queries."""
         return self if len(self.rows) == 1 else SlotTurns(self.table, self.rows[queries])
 

@@ -20,8 +20,6 @@ Rows and checksums have fixed offsets, so a long prefill writes each row when it
 end. Until then the file is locked and has a temporary name.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -105,7 +103,7 @@ class Draft:
             raise
 
     @classmethod
-    def create(cls, path: Path, layout: FileLayout) -> Draft:
+    def create(cls, path: Path, layout: FileLayout) -> "Draft":
         """Create an unfinished file and reserve disk space for its rows. Raises `CapacityError` if the disk is full."""
         file_id = secrets.token_hex(8)
         try:

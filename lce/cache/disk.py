@@ -1,7 +1,5 @@
 """The disk tier of a KV cache. Pages are rows of a spill file, which is temporary, or of a saved context's file."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 
@@ -39,7 +37,7 @@ class Disk(Tier):
         return layout.budgets.spill_dir
 
     @classmethod
-    def build(cls, layout: CacheLayout, below: Tier, n_tokens: int = 0) -> Disk:
+    def build(cls, layout: CacheLayout, below: Tier, n_tokens: int = 0) -> "Disk":
         """Return a tier on a new spill file, with disk space reserved for the pages of `n_tokens` tokens."""
         file = SpillFile(cls.location(layout), layout.format)
         file.reserve(Limits(layout).needs(n_tokens)[DISK] // file.row_bytes)

@@ -5,8 +5,6 @@ pass commits nothing; the next pass overwrites its rows. Ctrl-C may interrupt an
 few assignments without a call between them, or can be repeated: `KVCache.settle` completes an interrupted commit.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections import Counter
@@ -74,7 +72,7 @@ class KVCache:
     _pass: Literal["none", "writing", "committing"] = "none"
 
     @classmethod
-    def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> KVCache:
+    def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> "KVCache":
         """Return a cache without tokens, with space for `capacity` tokens."""
         layers = [
             LayerCache(layer, part, KVBuffer(part, 0), None, state_of(part, layer))
@@ -235,7 +233,7 @@ class KVCache:
             raise UsageError(f"cannot go back to {n_tokens:,} tokens: {why}")
         self.go_back(self.mark(n_tokens))
 
-    def fork(self) -> KVCache:
+    def fork(self) -> "KVCache":
         """Return a copy of this cache for another context. Memory is shared if possible: see `lce.cache.shared`."""
         self.settle()
         share([each for layer in self.layers for each in layer.shareable()])

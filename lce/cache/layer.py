@@ -4,8 +4,6 @@ If the storage format is lossy (int8), a pass that begins at token s sees the to
 later tokens unrounded. A token is rounded once, in the buffer, whatever the budget. Tiers pack rounded numbers exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -83,7 +81,7 @@ class KVBuffer:
         for rows in self.rows:
             rows.prepare(start - self.first, stop - self.first)
 
-    def fork(self, stop: int, for_fork: ForFork) -> KVBuffer:
+    def fork(self, stop: int, for_fork: ForFork) -> "KVBuffer":
         """Return a buffer for another context with the tokens before `stop`, shared if possible."""
         n = stop - self.first
         if not n or not self.rows[0].can_share(n):
@@ -105,7 +103,7 @@ class KVBuffer:
             index = torch.nn.functional.pad(index[:, : n_chunks - before], (before, 0), value=-1)
         return Tiles(self.k.view(shape), self.v.view(shape), index)
 
-    def replaced(self, first: int, capacity: int, stop: int) -> KVBuffer:
+    def replaced(self, first: int, capacity: int, stop: int) -> "KVBuffer":
         """Return a new buffer of `capacity` tokens, with copies of tokens `first..stop-1`."""
         other = KVBuffer(self.layout, capacity, first)
         other.fill(first, *self.span(first, stop))
@@ -312,7 +310,7 @@ class LayerCache:
             self.layout.format.round(*self.buffer.span(self.rounded, border))
             self.rounded = border
 
-    def as_of(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> LayerCache:
+    def as_of(self, n_tokens: int, marks: Mapping[str, Held], unrounded: Unrounded | None = None) -> "LayerCache":
         """Return this layer's cache as it was at `n_tokens` tokens, with `marks` of the method's states: see `Mark`.
 
         The returned cache replaces this one. Tokens within the reach of local attention are copied from the tiers to
@@ -344,7 +342,7 @@ class LayerCache:
             found = [(rows, n, min(self.layout.whole_chunks(2 * n + SPARE), most)) for rows in self.buffer.rows]
         return found + [each for state in self.state.values() for each in state.shareable(self.length)]
 
-    def fork(self, stack: TierStack | None, for_fork: ForFork) -> LayerCache:
+    def fork(self, stack: TierStack | None, for_fork: ForFork) -> "LayerCache":
         """Return a layer for another context, with the tiers `stack`. Committed tokens are shared if possible."""
         if stack is not None and stack.growing:
             buffer = self.buffer.replaced(self.buffer.first, self.buffer.capacity, self.length)

@@ -3,8 +3,6 @@
 `lce.cache.limits` says what fits into the budgets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,8 +74,8 @@ class CacheLayout:
     access: AccessPattern = AccessPattern()
     budgets: Budgets = Budgets()
     block: int = 1
-    make_state: Callable[[CacheLayout], Mapping[str, MethodState]] = field(default=lambda layout: {}, compare=False)
-    could_keep: Callable[[int, Mapping[str, FileTensor], CacheLayout, int], bool] = field(
+    make_state: Callable[["CacheLayout"], Mapping[str, MethodState]] = field(default=lambda layout: {}, compare=False)
+    could_keep: Callable[[int, Mapping[str, FileTensor], "CacheLayout", int], bool] = field(
         default=lambda layer, kept, layout, n_tokens: True, compare=False
     )
     read_size: int = READ_SIZE
@@ -88,7 +86,7 @@ class CacheLayout:
     sliding_layers: frozenset[int] = frozenset()  # numbered over all layers of the model
 
     @cached_property
-    def by_device(self) -> tuple[CacheLayout, ...]:
+    def by_device(self) -> tuple["CacheLayout", ...]:
         """One layout per device, for the device's layers, in order; only this layout if there is one device.
 
         The device with the most layers has the whole device budget. Other devices have the same budget per layer, so

@@ -7,8 +7,6 @@ than an honest one. All tensors except keys, values and their checksums are call
 the order of their names. One SHA-256 digest covers the small tensors and the manifest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -69,7 +67,7 @@ class Manifest:
     evicted: Eviction
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any], path: Path) -> Manifest:
+    def of(cls, raw: Mapping[str, Any], path: Path) -> "Manifest":
         """Return the manifest in the JSON object `raw`. Raises `DataError` for wrong types and impossible numbers."""
         fields: dict[str, Any] = {name: raw.get(name) for name in _FIELDS}
         evicted, version = _eviction_of(raw), raw.get("lce")

@@ -4,8 +4,6 @@ Another thread gathers pages for the device from host memory, or reads them from
 process has one such thread, which the first `Fetch` starts; a `Pinned` mover divides its copies among more threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -44,7 +42,7 @@ class Slots(NamedTuple):
     chunk: Numbers  # the chunk of each slot's page
     used: Numbers  # the number of the last request that used each slot
 
-    def of_slabs(self, slabs: tuple[Parts, ...]) -> Slots:
+    def of_slabs(self, slabs: tuple[Parts, ...]) -> "Slots":
         """Return slots of larger or more `slabs`: the first slots hold the same pages as now, others are free."""
         more = (0, sum(len(slab[0]) for slab in slabs) - len(self.group))
         group = np.pad(self.group, more, constant_values=-1)
@@ -103,7 +101,7 @@ class Pool(Tier):
             self.arrived(pages.at(missing), slots[missing])
         return slots
 
-    def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
+    def fetch(self, pages: Pages) -> tuple["Fetch", Pages, Numbers] | None:
         """Return a `Fetch` of the missing pages, these pages, and their slots, for `arrived`; None if all are here."""
         _, absent = self._request(pages, counted=False)
         if not len(absent):
@@ -341,7 +339,7 @@ class Host(Pool):
         return (full + (rest > 0)) * slab_bytes(layout)
 
     @classmethod
-    def build(cls, layout: CacheLayout, below: Tier, n_tokens: int) -> Host:
+    def build(cls, layout: CacheLayout, below: Tier, n_tokens: int) -> "Host":
         return cls(layout, below, Pinned(layout.device), cls.limit(layout) or 0)
 
     @property

@@ -8,8 +8,6 @@ A row's checksum also depends on the row's number and on a seed of the file, so 
 another file is refused. The checksums of a spill file are in memory, those of a context file after its rows, too.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile
@@ -134,7 +132,7 @@ class RowFile:
         """Allocate `size` rows for each page `(groups[i], chunks[i])`; return the numbers of the pages' first rows."""
         raise CapacityError(FULL)
 
-    def for_fork(self) -> RowFile:
+    def for_fork(self) -> "RowFile":
         """Return the row file that a forked context is to use; it has the same rows."""
         return self
 

@@ -11,8 +11,6 @@ The file has no name, so no other process can open it. A seal (F_SEAL_SHRINK) ke
 to a mapping cannot fail. On systems without such files, and on devices other than the CPU, each fork gets a copy.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
@@ -55,7 +53,7 @@ class MemoryFile:
         self._size = n_bytes
         self._mappings: dict[bool, mmap.mmap] = {}  # each is made once, because it holds a file descriptor
 
-    def for_fork(self) -> MemoryFile:
+    def for_fork(self) -> "MemoryFile":
         """Return a new `MemoryFile` for another context, with its own mappings of the same file in memory."""
         other = copy(self)
         other._mappings = {}
@@ -121,7 +119,7 @@ class RowBuffer:
         self._shared, self._private, self._frozen = (file, start), False, 0
         self._clean, self._stop = ALL, n_rows
 
-    def fork(self, n_rows: int, for_fork: ForFork) -> RowBuffer:
+    def fork(self, n_rows: int, for_fork: ForFork) -> "RowBuffer":
         """Return a buffer for another context with the first `n_rows` rows: shared if possible, else copied."""
         if not self.can_share(n_rows) or self._shared is None:
             rows = self.tensor.narrow(self.axis, 0, n_rows)

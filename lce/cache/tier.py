@@ -3,8 +3,6 @@
 Tiers form a chain, fastest first. A kind of tier is one class in a file of this folder: see `kinds`.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
@@ -36,11 +34,11 @@ class Pages(NamedTuple):
     chunk: Numbers
 
     @classmethod
-    def grid(cls, groups: Numbers, chunks: Numbers) -> Pages:
+    def grid(cls, groups: Numbers, chunks: Numbers) -> "Pages":
         """Return the pages of every head group in `groups` and every chunk in `chunks`."""
         return cls(np.repeat(groups, len(chunks)), np.tile(chunks, len(groups)))
 
-    def at(self, index: Numbers | slice) -> Pages:
+    def at(self, index: Numbers | slice) -> "Pages":
         """Return the pages at `index`."""
         return Pages(self.group[index], self.chunk[index])
 
@@ -111,7 +109,7 @@ class Tier(ABC):
     mover: Mover = Mover()  # a mover to the memory into which this tier reads pages
     writable = True  # whether new pages can be written here, so that forks can share them
 
-    def __init__(self, layout: CacheLayout, below: Tier) -> None:
+    def __init__(self, layout: CacheLayout, below: "Tier") -> None:
         self.layout = layout
         self.below = below
         self.format = layout.format
@@ -135,7 +133,7 @@ class Tier(ABC):
         return torch.device("cpu")
 
     @classmethod
-    def build(cls, layout: CacheLayout, below: Tier, n_tokens: int) -> Self:
+    def build(cls, layout: CacheLayout, below: "Tier", n_tokens: int) -> Self:
         """Return an empty tier above `below`, for a context of `n_tokens` tokens."""
         return cls(layout, below)
 
@@ -194,7 +192,7 @@ class Tier(ABC):
         self.index[pages] = -1
         self.below.forget(pages)
 
-    def fork(self) -> Tier:
+    def fork(self) -> "Tier":
         """Return a tier with the same pages for another context, possibly this tier itself."""
         return self
 

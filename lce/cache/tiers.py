@@ -14,8 +14,6 @@ The device's pool has keys and values as kernels read them. Tiers below it have 
 page is packed on its way down and unpacked on its way up, without loss: a lossy format has rounded the numbers before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
@@ -58,7 +56,7 @@ class TierStack:
         self._coming: tuple[Fetch, Pages, Numbers] | None = None  # the running prefetch: its work, pages and slots
 
     @classmethod
-    def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> TierStack:
+    def empty(cls, layout: CacheLayout, n_tokens: int, file: RowFile | None) -> "TierStack":
         """Return empty tiers for `n_tokens` tokens, above `file`. Raises `CapacityError` if they do not fit."""
         limits, whole = Limits(layout), layout.whole_chunks(n_tokens)
         if file is None and not limits.overflows:
@@ -196,7 +194,7 @@ class TierStack:
             pool.traffic = old.traffic
         self.top, self.pools = smaller.top, smaller.pools
 
-    def fork(self, buffer_tokens: int = 0) -> TierStack:
+    def fork(self, buffer_tokens: int = 0) -> "TierStack":
         """Return tiers for another context: the same pages, which are in the file, or copied to the last pool."""
         self.settle()
         if self.bottom.writable:

@@ -112,7 +112,7 @@ def keep_interrupts() -> None:
     sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
 
 
-def _interrupt_again(show: Callable[[Any], object], ignored: sys.UnraisableHookArgs) -> None:
+def _interrupt_again(show: Callable[[Any], object], ignored: "sys.UnraisableHookArgs") -> None:
     if issubclass(ignored.exc_type, KeyboardInterrupt):
         main = threading.main_thread().ident
         again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # a signal also interrupts a wait

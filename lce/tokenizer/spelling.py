@@ -8,8 +8,6 @@ without decoding earlier tokens again.
     ByteLevel                                                     Llama 3, Mistral Nemo, Qwen
 """
 
-from __future__ import annotations
-
 import codecs
 import functools
 import re
@@ -62,14 +60,14 @@ class Spelling:
     fused: bool = False  # whether the steps read so far join the tokens into one text
 
     @classmethod
-    def of_decoder(cls, decoder: Mapping[str, Any] | None) -> Spelling:
+    def of_decoder(cls, decoder: Mapping[str, Any] | None) -> "Spelling":
         """Return the spelling of tokenizer.json's decoder. Raises ModelError if a step needs several tokens at once."""
         if decoder is None:
             return cls(separator=" ")
         check_steps(decoder, "decoder")
         return functools.reduce(cls._then, _steps(decoder, "decoders"), cls())
 
-    def _then(self, step: Mapping[str, Any]) -> Spelling:
+    def _then(self, step: Mapping[str, Any]) -> "Spelling":
         match step, self.fused:
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}, False:
                 return replace(self, replacements=(*self.replacements, (old, new)))

@@ -9,8 +9,6 @@ that cannot become a character are shown as U+FFFD at once.
     push        ''      ''      ''      '😀'    ' Hi'
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -88,7 +86,7 @@ class Tokenizer:
             raise ModelError(f"{named(self._path)} {what.format(wrong)}, but {only}; {_REMEDY}")
 
     @classmethod
-    def from_files(cls, read: Reader, where: Path, vocab_size: int | None = None) -> Tokenizer:
+    def from_files(cls, read: Reader, where: Path, vocab_size: int | None = None) -> "Tokenizer":
         """Read a checkpoint's tokenizer, or return a `NoTokenizer` if there is no vocabulary.
 
         `vocab_size` is the number of rows of the model's embedding. `read` gives the files, whose names errors put

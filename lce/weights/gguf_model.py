@@ -5,8 +5,6 @@ in another order than in published checkpoints: row `2·j + c` is the published 
 which RoPE rotates together are neighbours.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 
@@ -30,7 +28,7 @@ _WHOLE = {
 }
 
 
-def model_in(file: GgufFile) -> Llama:
+def model_in(file: GgufFile) -> "Llama":
     """Return the model in a file. Raises ModelError for an architecture that lce does not read."""
     general = Keys(file, "general.")
     name = general.get("architecture")

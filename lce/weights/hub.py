@@ -6,8 +6,6 @@ the commit, and those that are needed are downloaded: config, tokenizer and safe
 pickle. A file whose name leaves its folder is not seen, and a link that leaves the cache is not followed.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -72,7 +70,7 @@ class HubId:
 class HubFolder(Source):
     """A folder in the hub's cache. Unless only small files are wanted, missing weights are downloaded."""
 
-    snapshot: Snapshot
+    snapshot: "Snapshot"
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -148,7 +146,7 @@ class Snapshot:
     sizes: Mapping[str, int] | None = field(default=None, repr=False)
 
     @classmethod
-    def cached(cls, model: HubId, revision: str, small_only: bool) -> Snapshot | None:
+    def cached(cls, model: HubId, revision: str, small_only: bool) -> "Snapshot | None":
         """Return what the cache has of a revision, None if it has nothing."""
         commit = revision
         with suppress(OSError, ValueError):
@@ -161,7 +159,7 @@ class Snapshot:
         return cls(model, commit, frozenset(filter(_NAME.fullmatch, found)), small_only)
 
     @classmethod
-    def listed(cls, model: HubId, revision: str, small_only: bool) -> Snapshot:
+    def listed(cls, model: HubId, revision: str, small_only: bool) -> "Snapshot":
         """Ask the hub for the files of a revision."""
         with _asking(model, revision):
             from huggingface_hub import HfApi, constants
