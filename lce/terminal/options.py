@@ -5,6 +5,8 @@ command: the flags of sampling arrive as one `lce.Sampling`, `--method` and its 
 happens when the command runs, so that `--help` imports nothing heavy.
 """
 
+from __future__ import annotations  # so that `lce.Engine` imports nothing yet
+
 import os
 import sys
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Reads what a command line names: texts and messages, in files and stdin, and methods, models and context files."""
 
+from __future__ import annotations  # so that `lce.Engine` imports nothing yet
+
 import os
 import sys
 from collections.abc import Mapping
