@@ -56,9 +56,8 @@ def pairs(*dimensions: Iterable[Any]) -> list[Any]:
     For three dimensions of 2 values these are 4 of the product's 8 cases. A case has the marks of its values.
     """
     values = [list(dimension) for dimension in dimensions]
-    pairs_of = {
-        case: {*combinations(enumerate(case), 2)} for case in product(*(range(len(each)) for each in values))
-    }  # a case is the index of each value
+    indices = product(*(range(len(each)) for each in values))  # of each value in a case
+    pairs_of = {case: {*combinations(enumerate(case), 2)} for case in indices}
     left, found = set().union(*pairs_of.values()), []
     while left:
         found.append(max(pairs_of, key=lambda case: len(pairs_of[case] & left)))

@@ -24,10 +24,8 @@ def test_new_cases_run_daily(name: str, knobs: dict[str, object], heads: int, re
 def test_all_pairs_are_in_few_cases() -> None:
     sizes, heads = [pytest.param(1, 70), pytest.param(5, 70, marks=pytest.mark.cuda)], [(3, 3), (8, 2)]
     found = pairs(sizes, heads, "ab")
-    assert [case.values for case in found] == [
-        *((1, 70, (3, 3), "a"), (1, 70, (8, 2), "b")),
-        *((5, 70, (3, 3), "b"), (5, 70, (8, 2), "a")),
-    ]
+    of_one, of_five = [(1, 70, (3, 3), "a"), (1, 70, (8, 2), "b")], [(5, 70, (3, 3), "b"), (5, 70, (8, 2), "a")]
+    assert [case.values for case in found] == [*of_one, *of_five]
     assert [len(case.marks) for case in found] == [0, 0, 1, 1]
     for dimensions in ([range(3)] * 4, [range(5), range(2), range(4)]):
         cases = [case.values for case in pairs(*dimensions)]

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from itertools import pairwise, starmap
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from lce.attention import Attention, Tiles, Turn, combine, merge
 from tests.attention.truth import HEADS, assert_same, dense, random, routed, routed_vectors, slots, turns_of, vectors
 from tests.depth import pairs
 
+Two = tuple[int, int]
 BACKENDS = ("compiled", "torch", "reference")
 AS_IT_IS = Turn(torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
 # Of outputs up to 6, so about one unit in the last place.
@@ -26,30 +27,21 @@ EVERYWHERE = [
 ]
 
 
-SIZES = starmap(pytest.param, [(1, 1), (1, 70), (5, 70), (33, 70), (70, 70)])
-SEEN = starmap(pytest.param, [(False, None), (True, None), (True, 1), (True, 7), (True, 69)])
+SIZES = [(1, 1), (1, 70), (5, 70), (33, 70), (70, 70)]
+SEEN: list[tuple[bool, int | None]] = [(False, None), (True, None), (True, 1), (True, 7), (True, 69)]
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "dtype", "heads", "n_queries", "n_keys", "causal", "window"),
-    pairs(EVERYWHERE, HEADS.values(), SIZES, SEEN),
-    ids=str,
+    ("name", "device", "dtype", "heads", "sizes", "seen"), pairs(EVERYWHERE, HEADS.values(), SIZES, SEEN), ids=str
 )
 @pytest.mark.covering
 def test_dense(
-    name: str,
-    device: str,
-    dtype: torch.dtype,
-    heads: tuple[int, int],
-    n_queries: int,
-    n_keys: int,
-    causal: bool,
-    window: int | None,
+    name: str, device: str, dtype: torch.dtype, heads: Two, sizes: Two, seen: tuple[bool, int | None]
 ) -> None:
-    q, k, v = (x.to(dtype) for x in vectors(*heads, n_queries, n_keys, 16 if device == "cpu" else 64))
-    part = Attention.choose(name).dense(*(x.to(device) for x in (q, k, v)), causal, window)
+    q, k, v = (x.to(dtype) for x in vectors(*heads, *sizes, 16 if device == "cpu" else 64))
+    part = Attention.choose(name).dense(*(x.to(device) for x in (q, k, v)), *seen)
     assert part[0].dtype == dtype
-    assert_same(part, dense(q, k, v, causal, window), HALF.get(dtype, 3e-5 if device == "cpu" else 1e-4))
+    assert_same(part, dense(q, k, v, *seen), HALF.get(dtype, 3e-5 if device == "cpu" else 1e-4))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -125,7 +117,7 @@ CHOICES = ("all different", "some none", "all none", "all the first", "nearly al
 )
 @pytest.mark.covering
 def test_routed(
-    name: str, device: str, dtype: torch.dtype, heads: tuple[int, int], kind: str, per_slot: bool, n_queries: int
+    name: str, device: str, dtype: torch.dtype, heads: Two, kind: str, per_slot: bool, n_queries: int
 ) -> None:
     q, k, v = (x.to(dtype) for x in routed_vectors(*heads, n_queries, 6, 5))
     turns, chosen = turns_of(n_queries, 3 if per_slot else 1, dtype), choices(kind, heads[0], n_queries, 3, 6)

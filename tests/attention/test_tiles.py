@@ -96,9 +96,8 @@ def test_scores_are_rounded_only_where_the_processor_multiplies_their_dtype_fast
         torch.testing.assert_close(got.double(), want, rtol=eps, atol=1e-3)
     mapped = affine(low_keys, b[0], a.new_ones(130))
     assert mapped.dtype == dtype
-    torch.testing.assert_close(
-        mapped.double(), low_keys.double() @ b[0].double() + 1, rtol=torch.finfo(dtype).eps, atol=1e-2
-    )
+    truth = low_keys.double() @ b[0].double() + 1
+    torch.testing.assert_close(mapped.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-2)
 
 
 class OnCuda(Tensor):

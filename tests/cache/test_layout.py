@@ -97,13 +97,11 @@ def test_spans_are_cut_at_whole_chunks() -> None:
     assert list(layer.segments(7, 7)) == []
 
 
-@given(
-    data=st.data(), sinks=st.integers(0, 20), local=st.integers(0, 20), block=st.integers(1, 20), apart=st.booleans()
-)
+@given(data=st.data(), sinks=st.integers(0, 20), local=st.integers(0, 20), block=st.integers(1, 20), each=st.booleans())
 @settings(max_examples=15, deadline=None)
-def test_the_least_budget_is_the_least(data: st.DataObject, sinks: int, local: int, block: int, apart: bool) -> None:
+def test_the_least_budget_is_the_least(data: st.DataObject, sinks: int, local: int, block: int, each: bool) -> None:
     n_layers, n_kv_heads = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
-    access = AccessPattern(data.draw(st.integers(1, 9)), sinks, local, apart)
+    access = AccessPattern(data.draw(st.integers(1, 9)), sinks, local, each)
     plain = CacheLayout(n_layers, n_kv_heads, n_kv_heads, 4, torch.float32, CPU, access, block=block)
     with TemporaryDirectory() as folder:
         least = Limits(plain).least_budget

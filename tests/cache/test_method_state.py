@@ -24,12 +24,10 @@ def copied(state: MethodState, n_tokens: int) -> Held:
     return None if tensor is None else tensor.clone(), number
 
 
-@given(
-    size=st.integers(1, 9),
-    passes=st.lists(
-        st.tuples(st.integers(1, 25), st.booleans(), st.sampled_from(["", "copy", "restore"])), max_size=20
-    ),
-)
+PASS = st.tuples(st.integers(1, 25), st.booleans(), st.sampled_from(["", "copy", "restore"]))
+
+
+@given(size=st.integers(1, 9), passes=st.lists(PASS, max_size=20))
 @settings(max_examples=80, deadline=None)
 def test_an_open_chunk_has_the_committed_tokens_of_its_chunk(size: int, passes: list[tuple[int, bool, str]]) -> None:
     """Driven as a selector does: a pass writes the tokens that it leaves in an incomplete chunk."""

@@ -55,11 +55,8 @@ def everything(file: RowFile) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_file, "GROWTH", 100)
-    monkeypatch.setattr(row_file, "PER_CALL", 200)
-    monkeypatch.setattr(row_file, "GAP", 100)
-    monkeypatch.setattr(row_file, "AT_ONCE", 25)
-    monkeypatch.setattr(row_file, "CHECK_BLOCK", 8)
+    for name, value in {"GROWTH": 100, "PER_CALL": 200, "GAP": 100, "AT_ONCE": 25, "CHECK_BLOCK": 8}.items():
+        monkeypatch.setattr(row_file, name, value)
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
@@ -90,10 +87,8 @@ def test_pages_are_the_rows_one_after_the_other(data: st.DataObject, size: int, 
     with TemporaryDirectory() as folder:
         file = checked(Path(folder) / "file", 60, dtype=dtype) if data.draw(st.booleans()) else None
         file = file or spill(Path(folder), 60, dtype)
-        starts = st.lists(st.integers(0, 60 - size), max_size=12)
-        first = [
-            at for start in data.draw(starts) for at in range(start, 61 - size, size)[: data.draw(st.integers(1, 4))]
-        ]
+        starts, some_pages = st.lists(st.integers(0, 60 - size), max_size=12), st.integers(1, 4)
+        first = [at for start in data.draw(starts) for at in range(start, 61 - size, size)[: data.draw(some_pages)]]
         found = file.read_pages(np.array(first, np.int64), size)
         index = torch.tensor(first, dtype=torch.int64)[:, None] + torch.arange(size)
         assert torch.equal(found, some(60, dtype=dtype)[index])
@@ -197,9 +192,7 @@ def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP], ids=errno.errorcode.get)
 @pytest.mark.parametrize("n", [1, 3, 60])
-def test_pages_that_are_not_in_memory_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, number: int
-) -> None:
+def test_pages_on_disk_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, number: int) -> None:
     file, original, pages = spill(tmp_path, n), os.preadv, np.arange(n)[::-1].copy()
 
     def disk(descriptor: int, to: list[memoryview], offset: int, flags: int = 0) -> int:
@@ -221,9 +214,8 @@ def test_a_page_that_the_disk_does_not_read(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", disk)
-        with pytest.raises(
-            DataError, match=rf"^cannot read the spill file in {tmp_path}: no; prefill the text again\Z"
-        ):
+        said = rf"^cannot read the spill file in {tmp_path}: no; prefill the text again\Z"
+        with pytest.raises(DataError, match=said):
             file.read_pages(pages, 1)
     assert torch.equal(file.read_pages(pages, 1).squeeze(1), some(60).flip(0))
     os.ftruncate(file._descriptor, 59 * 32)
@@ -282,17 +274,17 @@ def checked(path: Path, n: int, *, writable: bool = False, dtype: torch.dtype = 
 
 
 @given(
-    row=st.integers(0, 9), byte=st.integers(0, 31), change=st.integers(1, 255), late=st.booleans(), write=st.booleans()
+    row=st.integers(0, 9), at=st.integers(0, 31), change=st.integers(1, 255), late=st.booleans(), write=st.booleans()
 )
 @settings(max_examples=100, deadline=None)
-def test_an_altered_byte_is_found(row: int, byte: int, change: int, late: bool, write: bool) -> None:
+def test_an_altered_byte_is_found(row: int, at: int, change: int, late: bool, write: bool) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         file = checked(path, 10, writable=write)
         if late:
             everything(file)
         with path.open("r+b") as raw:
-            raw.seek(BEFORE + row * 32 + byte)
+            raw.seek(BEFORE + row * 32 + at)
             old = raw.read(1)[0]
             raw.seek(-1, os.SEEK_CUR)
             raw.write(bytes([old ^ change]))

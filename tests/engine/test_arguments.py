@@ -105,15 +105,11 @@ def parameters(name: str) -> Iterator[str]:
             yield parameter.name
 
 
+MEMBERS = [(cls, name) for cls in (lce.Engine, lce.Setup, lce.Context) for name, _ in inspect.getmembers(cls, callable)]
 NAMES = [
     *"load info plan operations profiled profiled_step quantize Sampling explain".split(),
     *"methods.run methods.make methods.find methods.available".split(),
-    *(
-        f"{cls.__name__}.{name}"
-        for cls in (lce.Engine, lce.Setup, lce.Context)
-        for name, _ in inspect.getmembers(cls, callable)
-        if not name.startswith("_") and name not in FOR_ENGINES
-    ),
+    *(f"{cls.__name__}.{name}" for cls, name in MEMBERS if name[0] != "_" and name not in FOR_ENGINES),
 ]
 
 

@@ -166,7 +166,7 @@ def test_recorded_decode_steps_agree(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int8-device"])
 @pytest.mark.parametrize("budget", [False, True])
-def test_saving_opening_and_going_on_equals_never_having_stopped(
+def test_saving_and_going_on_equals_never_having_stopped(
     budget: bool, kv_dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     straight = load(tiny_model, kv_dtype=kv_dtype)

@@ -107,10 +107,8 @@ def test_texts_are_utf8_in_every_locale() -> None:
     """In some locales Python gives the bytes of an argument as surrogates."""
     as_given = "Zürich".encode().decode("ascii", "surrogateescape")
     for args in (["{}"], ["-p", "{}"], ["x", "--system", "{}"], ["x", "--stop", "{}"]):
-        plain, escaped = (
-            run("generate", "-m", "demo", "-n", "1", "--json", *[arg.format(text) for arg in args])
-            for text in ("Zürich", as_given)
-        )
+        lines = [[arg.format(text) for arg in args] for text in ("Zürich", as_given)]
+        plain, escaped = (run("generate", "-m", "demo", "-n", "1", "--json", *line) for line in lines)
         assert plain.stdout.partition('"stats"')[0] == escaped.stdout.partition('"stats"')[0]
         assert plain.exit_code == escaped.exit_code
     assert_error(run("generate", "-m", "demo", "-p", "abc\udcff"), 2, r"'abc\udcff' is not UTF-8 text", "convert it to")
