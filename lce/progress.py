@@ -51,10 +51,7 @@ def bars_cleared() -> Iterator[None]:
 
 @dataclass
 class StepNotices:
-    """Notices of steps that take time, such as compilations: at the first step, then every `STEPS_S` seconds of work.
-
-    `begin` and `end` surround a step. Example: `lce: compiling kernels: 3 done in 15 s`, with `what` and `done`.
-    """
+    """Notices of steps that take time, the first and every `STEPS_S` seconds: `compiling kernels: 3 done in 15 s`."""
 
     what: str
     n_done: int = 0

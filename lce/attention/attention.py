@@ -113,10 +113,7 @@ class Attention(ABC):
         return False
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        """Compute the attention of one token's query to runs of cached tokens, whose bounds are tensors on the device.
-
-        `q [H, 1, D]` is unrotated. Runs are rows of `k v [G, N, D]`. Returns `out [H, 1, D]`, `lse [H, 1]`.
-        """
+        """Attend one query `q [H, 1, D]`, unrotated, to runs of rows of `k v [G, N, D]`, bounded on the device."""
         raise NotImplementedError
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:

@@ -33,7 +33,6 @@ class Compiled(Torch):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """Compute attention with a kernel that also rotates the queries."""
         if (kernels := self.kernels(q, k, v, *(turn or ()))) is None:
             return super().attend(q, k, v, causal=causal, window=window, turn=turn)
         found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
@@ -46,7 +45,6 @@ class Compiled(Torch):
     def attend_chosen(
         self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
     ) -> Attended:
-        """Compute the attention with a kernel that sorts and rotates the queries, and needs no memory for slots."""
         if self.kernels(q, *turns.table) is not attention:
             return super().attend_chosen(q, turns, chunk_ids, tiles, memory)
         found = attention.ChosenTiles(q, *turns.table, turns.rows, chunk_ids)

@@ -36,14 +36,12 @@ class Triton(Compiled):
         return takes(torch.empty(1, head_dim, dtype=dtype, device="meta"))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        """Compute the attention to `runs` by a kernel that rotates the query and reads bounds of runs on the device."""
         from lce.kernels.cuda import decoding
 
         out, lse = decoding.attend_runs(q[:, 0], k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
         return out[:, None], lse[:, None]
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Compute attention to tiles with a kernel that also sorts and rotates the query rows."""
         if not _fits(queries.q, k, v):
             super().dispatch(queries, tile, k, v, into)
         elif tile.numel():

@@ -34,11 +34,10 @@ class Budgets:
 
 @dataclass(frozen=True)
 class AccessPattern:
-    """How a method accesses the cache.
+    """How a method accesses the cache, in chunks of `chunk_size` tokens.
 
-    A chunk has `chunk_size` tokens. Every query attends the first `sinks` tokens and the `local` tokens before its
-    block: these tokens stay on the device. With `per_head`, heads choose chunks independently, so the chunks of each KV
-    head move between tiers on their own.
+    Every query attends the first `sinks` tokens and the `local` tokens before its block, which stay on the device. With
+    `per_head`, heads choose chunks independently, so the chunks of each KV head move on their own.
     """
 
     chunk_size: int = 256

@@ -313,10 +313,9 @@ class Device(Pool):
 
 
 class Host(Pool):
-    """The pool in the host's memory beside a GPU, with packed pages.
+    """The pool in the host's memory beside a GPU, with packed pages, in slabs of `SLAB` bytes, or more for large pages.
 
-    Page-locked memory is allocated in powers of two. So the pool takes slabs of `SLAB` bytes, or more for large pages.
-    With a budget, the last slab has the largest power of two of bytes that still fits.
+    Page-locked memory is allocated in powers of two, so with a budget the last slab has the largest that still fits.
     """
 
     name = HOST

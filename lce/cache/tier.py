@@ -44,10 +44,7 @@ class Pages(NamedTuple):
 
 
 class PageIndex:
-    """A map from each page to a number, such as its slot; -1 until it is set. The map grows with the chunks.
-
-    The index of a GPU's pool has a copy on the GPU. Changes are copied together when `on_device` asks for the copy.
-    """
+    """A map from each page to a number, or -1. Changes are copied to a GPU together, when `on_device` asks for them."""
 
     def __init__(self, layout: CacheLayout, mover: Mover) -> None:
         self._numbers = np.full((layout.n_layers * layout.n_groups, 16), -1, np.int64)

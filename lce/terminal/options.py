@@ -64,10 +64,7 @@ COUNT, INDEX, COUNTS, TEXT = Count(), Count(least=0), Count(several=True), Text(
 
 
 def packed(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
-    """Declare options whose values reach the command as one argument, `name=make(**values)`. --help keeps their order.
-
-    Example: with `packed("corner", Point, click.option("--x"), click.option("--y"))` the command takes a `corner`.
-    """
+    """Declare options whose values reach the command as one argument, `name=make(**values)`, in --help's order."""
 
     def decorate(command: Command) -> Command:
         @wraps(command)

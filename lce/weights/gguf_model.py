@@ -132,11 +132,7 @@ class Llama:
         return found, orders
 
     def windows(self, rope: dict[str, Any], period: int, local: float) -> dict[str, Any]:
-        """Return the entries of a model in which some layers have a sliding window, and a RoPE of their own.
-
-        The last of `period` layers attends all tokens. `local` is the base of the other layers' RoPE. Both are what
-        files mean that do not say it.
-        """
+        """Return entries of sliding windows; files may lack the `period` of full layers, and others' theta, `local`."""
         keys, pattern = self.keys, "attention.sliding_window_pattern"
         window = keys.integer("attention.sliding_window", 0, least=0)
         sliding = keys.get(pattern)

@@ -74,11 +74,7 @@ class Blocks:
         return ((first, min(first + step, self.shape[0])) for first in range(0, self.shape[0], step))
 
     def read(self, descriptor: int, first: int, stop: int) -> Copies:
-        """Read rows `first..stop-1` from an open file. Write them to the parts of a packed matrix.
-
-        For a plain tensor, return pairs of a place in it and the weights to copy there. Raises ModelError for a file
-        that ends too early or cannot be read, and for weights that are not finite, or not in the matrix's dtype.
-        """
+        """Read rows `first..stop-1` into a packed matrix, or return copies to a plain tensor. Checks all weights."""
         order = self.order if len(self.info.shape) > 1 else None
         rows = np.arange(first, stop) if order is None else order[first:stop]
         lowest = int(rows.min())
