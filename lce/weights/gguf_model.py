@@ -132,7 +132,7 @@ class Llama:
         return found, orders
 
     def windows(self, rope: dict[str, Any], period: int, local: float) -> dict[str, Any]:
-        """Return entries of sliding windows; files may lack the `period` of full layers, and others' theta, `local`."""
+        """Return entries of sliding windows: by default in all but each last of `period` layers, with theta `local`."""
         keys, pattern = self.keys, "attention.sliding_window_pattern"
         window = keys.integer("attention.sliding_window", 0, least=0)
         sliding = keys.get(pattern)
