@@ -71,13 +71,8 @@ def test_the_ends_of_the_knobs_are_the_two_methods(knobs: dict[str, object]) -> 
 
 def test_the_default_pair_is_one_that_caches_keys_alike() -> None:
     for text, dense in (
-        ("streaming", "full"),
-        ("quest", "full"),
-        ("pages:placement=true", "full"),
-        ("lm_infinite", "rerope"),
-        ("infllm", "rerope"),
-        ("longheads:placement=constant", "rerope"),
-        ("esa:compress=pca", "rerope"),
+        *((text, "full") for text in ("streaming", "quest", "pages:placement=true")),
+        *((text, "rerope") for text in ("lm_infinite", "infllm", "longheads:placement=constant", "esa:compress=pca")),
         ("longheads", "dca:chunk_size=16:"),
         ("pages:placement=dual:placement.chunk_size=64", "dca:chunk_size=64:"),
         ("pages:placement=grouped:placement.group=5", "self_extend:local=128:group=5"),
@@ -108,11 +103,9 @@ def test_a_method_is_spelled_with_all_its_knobs() -> None:
     assert made.method.startswith(
         "pages:select=bounds:placement=true:page=16:budget=256:budget.sinks=16:budget.local=3:budget.top_p=0.37:share="
     )
-    assert "top_p=0.37" in made.method
     assert made == made.resolve(512)
-    assert made.sparse_method == make("pages", {"placement": "true", "budget.top_p": 0.37, "budget.local": 3}).resolve(
-        512
-    )
+    pages = make("pages", {"placement": "true", "budget.top_p": 0.37, "budget.local": 3})
+    assert made.sparse_method == pages.resolve(512)
     assert Delta().resolve(512).method == "streaming:sinks=4:local=128"
 
 
@@ -135,8 +128,7 @@ def test_a_context_is_saved_in_the_middle_of_a_group(tiny_model: object, tmp_pat
     """Its difference goes on, and the method that the file names is made again from its text."""
     engine = lce.load(tiny_model, Delta(method="lm_infinite:local=9", every=16), block=20)
     ids, more = tokens(90), tokens(40, 1)
-    path = f"{tmp_path}/document.lce"
-    context = engine.prefill(ids)
+    path, context = f"{tmp_path}/document.lce", engine.prefill(ids)
     context.save(path)
     straight = engine.prefill(more, context=context).logits
     knobs = lce.info(path).knobs

@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import inspect
 import re
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +15,12 @@ import torch
 from torch import Tensor
 
 import lce
-from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern
 from lce.cache.method_state import TokenRows
 from lce.errors import UsageError
 from lce.methods import Full, LongHeads, Method, SelectiveMethod, Step
-from lce.methods.costs import Cost, QueryBlock, cost
+from lce.methods.costs import QueryBlock, cost
 from lce.methods.hooks import METHOD_CHECKS, SELECTION_CHECKS
-from lce.methods.parts import LayerFacts
-from lce.methods.step import DeviceStep
 from tests.running import vectors
 
 WINDOW, H, G, N, D, SIZE = 32, 4, 2, 40, 8, 4
@@ -160,39 +158,60 @@ def test_hooks_that_a_run_does_not_call() -> None:
             method.choices if name == "choices" else method.for_model(None)
 
 
-class Recorded(Full, promises={"counted": ()}):
-    def bound(self, stop: int) -> int | None:
-        return stop - 1
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        return q[0]
-
-    def choice_cost(self, block: QueryBlock) -> Cost:
-        return cast("Cost", 7)
+def of(base: Any, hook: str, returns: Any, **promises: Any) -> Any:
+    """A method of one's own, `Own`, with one hook."""
+    getattr(returns, "func", returns).__name__ = hook
+    return dataclass(frozen=True)(types.new_class("Own", (base,), promises, lambda body: body.update({hook: returns})))
 
 
-class Analysed(Mean):
-    def log_mass(self, scores: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        return scores[0]
+COUNTED: Any = {"promises": {"counted": ()}}
 
 
-class Yields(Method):
-    def parts_of(self, i: Tensor, layer: LayerFacts) -> Any:
-        yield (0, i + 1)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: of(Full, "bound", lambda self, stop: stop - 1)().bound(7),
+            "full.bound returned 6; expected None, or a whole number of tokens, 7",
+        ),
+        (
+            lambda: of(Full, "attend", lambda self, q, *_: q[0])().attend(torch.zeros(H, 1, D), None, None),
+            "full.attend returned [1, 8] float32; expected [4, 1, 8] float32",
+        ),
+        (
+            lambda: cost(of(Full, "choice_cost", lambda *_: 7, **COUNTED)(), QueryBlock(0, 1, H, G, D)),
+            "full.choice_cost returned 7; expected a Cost, as block.tokens(n) gives",
+        ),
+        (
+            lambda: run(of(Mean, "log_mass", lambda self, scores, *_: scores[0])(chunks=4, top_p=0.5)),
+            "Own.log_mass returned [40, 10] float32; expected [4, 40, 10]",
+        ),
+        (
+            lambda: run(of(Method, "parts_of", lambda self, i, _: iter([(0, i + 1)]))()),
+            "Own.parts_of yielded a tuple; expected a Part",
+        ),
+        (
+            lambda: run(of(LongHeads, "score", lambda self, *x: LongHeads.score(self, *x).sum(-1))(chunk_size=SIZE)),
+            "longheads.score returned [4, 40] float32; expected [C, 40, 10]",
+        ),
+        (
+            lambda: run(of(Method, "attend", lambda self, q, *_: q[:, 3:])()),
+            "Own.attend returned [4, 37, 8] float32; expected [4, 40, 8] float32",
+        ),
+        (
+            lambda: run(of(Full, "access", functools.cached_property(lambda self: 16))()),
+            "full.access returned 16; expected an AccessPattern",
+        ),
+    ],
+    ids=range(8),
+)
+def test_any_method_of_ones_own_is_checked_where_it_differs_from_ours(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        call()
 
 
-def test_hooks_of_recorded_steps_costs_analysis_and_parts() -> None:
-    q, cache, step = torch.zeros(H, 1, D), cast("LayerCache", None), cast("DeviceStep", None)
-    with pytest.raises(UsageError, match=r"full\.bound returned 6; expected None, or a whole number of tokens, 7"):
-        Recorded().bound(7)
-    with pytest.raises(UsageError, match=r"full\.attend returned \[1, 8\] float32; expected \[4, 1, 8\] float32"):
-        Recorded().attend(q, cache, step)
-    with pytest.raises(UsageError, match=r"full\.choice_cost returned 7; expected a Cost, as block\.tokens\(n\) gives"):
-        cost(Recorded(), QueryBlock(0, 1, H, G, D))
-    with pytest.raises(UsageError, match=r"Analysed\.log_mass returned \[\d+, \d+\] float32; expected \[4, \d+, \d+\]"):
-        run(Analysed(chunks=4, top_p=0.5))
-    with pytest.raises(UsageError, match=r"Yields\.parts_of yielded a tuple; expected a Part"):
-        run(Yields())
+def test_the_shortest_method() -> None:
+    assert torch.equal(run(of(Method, "attend", lambda self, q, *_: q)()), vectors(1, H, G, N, D)[0])
     with pytest.raises(NotImplementedError, match="Method declares no parts; define parts_of, or attend"):
         run(Method())
 
@@ -247,39 +266,6 @@ def test_summaries_suit_the_score_as_it_stands() -> None:
     with pytest.raises(UsageError, match=r"returned \[4, 10, 8\] float64; expected \[4, 10, 8\] float32"):
         run(PerKeyHead(chunk_size=SIZE, double=True))
     assert run(PerKeyHeadWithAScore(chunk_size=SIZE)).isfinite().all()
-
-
-@dataclass(frozen=True)
-class Bare(Method):
-    """The shortest method, with what it forgot."""
-
-    gone: Any = 0
-
-    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        return q[:, : q.shape[1] - self.gone]
-
-
-@dataclass(frozen=True)
-class Louder(LongHeads):
-    def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
-        return super().score(q, summary, step, layer).sum(-1)
-
-
-@dataclass(frozen=True)
-class Cached(Full):
-    @functools.cached_property
-    def access(self) -> Any:  # type: ignore[override]
-        return 16
-
-
-def test_any_method_of_ones_own_is_checked_where_it_differs_from_ours() -> None:
-    assert torch.equal(run(Bare()), vectors(1, H, G, N, D)[0])
-    with pytest.raises(UsageError, match=r"Bare\.attend returned \[4, 37, 8\] float32; expected \[4, 40, 8\] float32"):
-        run(Bare(3))
-    with pytest.raises(UsageError, match=r"longheads\.score returned \[4, 40\] float32; expected \[C, 40, 10\]"):
-        run(Louder(chunk_size=SIZE))
-    with pytest.raises(UsageError, match=r"full\.access returned 16; expected an AccessPattern"):
-        run(Cached())
 
 
 def test_ours_are_not_wrapped() -> None:

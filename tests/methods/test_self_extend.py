@@ -1,5 +1,6 @@
 """Self-Extend with `group=auto`: what the comparison with the oracle does not cover."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import Tensor
 import lce
 from lce.attention import Attention
 from lce.cache.kv import KVCache
-from lce.cache.layout import Budgets, CacheLayout
+from lce.cache.layout import Budgets
 from lce.cache.limits import Limits
 from lce.methods import Driver, Full, Rope, RopeConfig, SelfExtend, turned_keys
 from tests import oracle
 from tests.checkpoints import tokens
-from tests.running import cut, run, vectors
+from tests.running import cut, layout_for, run, vectors
 
 WINDOW = 32
 AUTO = SelfExtend(group="auto")
@@ -57,19 +58,8 @@ def test_half_precision_is_as_close_as_with_a_fixed_group() -> None:
 
 def reader(budgets: Budgets | None = None, kv_dtype: str = "auto", block: int = 40) -> tuple[Driver, KVCache, Rope]:
     method = AUTO.resolve(WINDOW)
-    layout = CacheLayout(
-        1,
-        4,
-        2,
-        16,
-        torch.float32,
-        torch.device("cpu"),
-        method.access,
-        budgets or Budgets(),
-        block,
-        make_state=method.state,
-        kv_dtype=kv_dtype,
-    )
+    layout = layout_for(method, 4, torch.zeros(2, 0, 16), block, budgets or Budgets())
+    layout = replace(layout, kv_dtype=kv_dtype)
     driver = Driver(method, Attention.choose("torch"), WINDOW, 2)
     return driver, KVCache.empty(layout), Rope(RopeConfig(), 16, WINDOW, 1000)
 
