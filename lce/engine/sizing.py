@@ -204,7 +204,7 @@ def devices_of(name: object) -> tuple[torch.device, ...]:
     """
     if not isinstance(name, list | tuple) and "," not in str(name) and name != "cuda:all":
         return (device_of(name.strip() if isinstance(name, str) else name),)
-    return _several(name, name.split(",") if isinstance(name, str) else name)
+    return _several(name, name if isinstance(name, list | tuple) else str(name).split(","))
 
 
 def _several(name: object, names: Sequence[object]) -> tuple[torch.device, ...]:

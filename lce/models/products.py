@@ -87,7 +87,8 @@ def linear(
 def _by_operators(
     x: Tensor, weight: Matrix, bias: Tensor | None, norm: Tensor | None, eps: float, gate: Gate | None, **how: Any
 ) -> Tensor:
-    onto, out_dtype = how["onto"], how["out_dtype"]
+    onto: Tensor | None = how["onto"]
+    out_dtype: torch.dtype | None = how["out_dtype"]
     wide = out_dtype is not None and x.is_cpu  # the norm's result is not rounded either
     if norm is not None:
         x = rms_norm(x.to(out_dtype), norm.to(out_dtype), eps) if wide else rms_norm(x, norm, eps)

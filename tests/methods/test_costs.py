@@ -81,8 +81,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
     monkeypatch.setattr(Attention, "dense", count_dense)
     monkeypatch.setattr(Attention, "routed", count_routed)
-    for module in ("scores", "choices"):
-        monkeypatch.setattr(f"lce.attention.{module}.compiled_for", lambda x: False)
+    monkeypatch.setattr("lce.attention.scores.compiled_for", lambda x: False)
     for owner, name, kind in (
         (selectors.Summary, "summarise", SUMMARIES),
         (lce.methods.InfLLM, "votes", SUMMARIES),
