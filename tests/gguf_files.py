@@ -28,11 +28,7 @@ _MADE |= {"Q6_K": (208, None, 0), "IQ4_NL": (0, None, 0), "IQ4_XS": (0, None, 0)
 
 
 def write_gguf(
-    path: Path,
-    tensors: Mapping[str, Any],
-    types: str | Mapping[str, str] = "F32",
-    metadata: Mapping[str, Any] | None = None,
-    per_file: int = 0,
+    path: Path, tensors: Mapping[str, Any], types: Any = "F32", metadata: Any = None, per_file: int = 0, **options: Any
 ) -> tuple[Path, dict[str, np.ndarray]]:
     """Write tensors, and return the file's path and the values of its tensors.
 
@@ -40,10 +36,10 @@ def write_gguf(
     F32, and a type whose blocks do not fit a row is replaced as `type_for` says. The package quantises to most types;
     for the others, blocks are random, with the spread of the tensor's values. Values of `metadata` get the types that
     converters use: uint32 for int, float32 for float; NumPy scalars keep their own. With `per_file`, the model is split
-    into files of so many tensors, and the first file's path is returned.
+    into files of so many tensors, and the first file's path is returned. `options` are the package's own.
     """
     metadata = {"general.architecture": "llama", **(metadata or {})}
-    writer = gguf.GGUFWriter(path, metadata.pop("general.architecture"), split_max_tensors=per_file)
+    writer = gguf.GGUFWriter(path, metadata.pop("general.architecture"), split_max_tensors=per_file, **options)
     if "general.alignment" in metadata:
         writer.add_custom_alignment(metadata.pop("general.alignment"))
     for key, value in metadata.items():

@@ -21,9 +21,8 @@ WINDOW, SLIDING, THETA = 32, 9, 1000.0
 SLIDES = LayerKind(SLIDING, RopeConfig(theta=100.0))
 KINDS = (SLIDES, LayerKind(), SLIDES, LayerKind(rotated=False), LayerKind(2 * SLIDING))
 ACTING = (1, 3)  # the layers in which a method acts
-METHODS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "dca": {"chunk_size": 10},
+METHODS: dict[str, dict[str, Any]] = {"full": {}, "dca": {"chunk_size": 10}}
+METHODS |= {
     "longheads": {"chunk_size": 4, "chunks": 5},
     "esa": {"sinks": 4, "local": 12, "top_k": 9, "compress": "none"},
 }

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +34,7 @@ class Late(Mover):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return _spoil(torch.empty(shape, dtype=dtype))
 
-    def put(
-        self, slabs: Slabs, slots: NDArray[np.int64], pages: Parts, after: object = None, unpack: Unpack = lambda x: x
-    ) -> None:
+    def put(self, slabs: Slabs, slots: Any, pages: Parts, after: Any = None, unpack: Unpack = lambda x: x) -> None:
         pages = unpack(pages)
         for held, rows, part in located(slabs, slots):
             here = range(part.start, part.stop)

@@ -39,17 +39,12 @@ def save_lookup(folder: Path) -> Path:
     for digit in DIGITS:
         head[library.token_to_id(digit), FIRST_DIGIT + int(digit)] = 1
     head[library.token_to_id("#"), COMMON] = 0.1  # what it says where it finds nothing
-    layer = "model.layers.0."
-    norms = ("model.norm", f"{layer}input_layernorm", f"{layer}post_attention_layernorm")
-    weights = {
-        "model.embed_tokens.weight": embedding,
-        "lm_head.weight": head,
-        **{f"{name}.weight": torch.ones(HIDDEN) for name in norms},
-        **{f"{layer}self_attn.{name}_proj.weight": x for name, x in {"q": q, "k": k, "v": v, "o": o}.items()},
-        f"{layer}mlp.gate_proj.weight": torch.zeros(8, HIDDEN),
-        f"{layer}mlp.up_proj.weight": torch.zeros(8, HIDDEN),
-        f"{layer}mlp.down_proj.weight": torch.zeros(HIDDEN, 8),
-    }
+    zeros = torch.zeros(8, HIDDEN)
+    layer = {f"self_attn.{name}_proj": x for name, x in zip("qkvo", (q, k, v, o), strict=True)}
+    layer |= {"mlp.gate_proj": zeros, "mlp.up_proj": zeros.clone(), "mlp.down_proj": torch.zeros(HIDDEN, 8)}
+    layer |= {f"{name}_layernorm": torch.ones(HIDDEN) for name in ("input", "post_attention")}
+    weights = {f"model.layers.0.{name}.weight": x for name, x in layer.items()}
+    weights |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(HIDDEN)}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

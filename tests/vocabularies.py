@@ -2,6 +2,8 @@
 
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,7 @@ LLAMA2 = Path(__file__).parents[2] / "shared" / "data" / "llama2_tokenizer.model
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 PROSE = [
     "The quick brown fox jumps over the lazy dog, and then over the moon.",
-    "Längere Kontexte brauchen kleine Köpfe; naïve façades don't.",
-    "日本語の文章と😀の絵文字。",
+    *("Längere Kontexte brauchen kleine Köpfe; naïve façades don't.", "日本語の文章と😀の絵文字。"),
     "def f(x):\n    return x * 2\n",
 ] * 8
 TEXTS = ["Hello world", "  two  spaces,\n\ttabs and é", "日本語 😀 नमस्ते 👩‍👩‍👧", "", " ", "a\x00b\ufffd"]
@@ -105,3 +106,11 @@ def one_line(error: pytest.ExceptionInfo[LceError]) -> str:
     message = str(error.value)
     assert "\n" not in message
     return message
+
+
+@contextmanager
+def refused(kind: type[LceError], *words: str) -> Iterator[None]:
+    """Expect an error of one line with these words."""
+    with pytest.raises(kind) as error:
+        yield
+    assert all(each in one_line(error) for each in words), error.value

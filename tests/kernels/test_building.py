@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -40,17 +40,14 @@ def no_compiling(*_: object) -> NoReturn:
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_compiled_beside_the_package(
-    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_missing_is_compiled_beside_the_package(place: Path, monkeypatch: Any, tmp_path: Path) -> None:
     (place / "older").mkdir(parents=True)
     (tmp_path / "lce.py").write_text("raise AssertionError('the processes import what lies in this folder')")
     monkeypatch.chdir(tmp_path)
     level, seen = levels.current(), []
     folder = library.built_folder(level)
     first = build(level, lambda *done: seen.append(done))
-    assert counts(first) == (2, 2)
-    assert seen == [(0, 2), (1, 2), (2, 2)]
+    assert (counts(first), seen) == ((2, 2), [(0, 2), (1, 2), (2, 2)])
     assert sorted(file.name for file in folder.iterdir()) == FILES
     assert first.n_bytes == sum(file.stat().st_size for file in folder.iterdir())
     assert first.line.startswith(f"{level.name}: 2 kernels compiled, ")
@@ -72,8 +69,7 @@ def test_the_users_cache_has_what_cannot_lie_beside_the_package(place: Path, mon
     place.write_text("in the way")
     level = levels.current()
     built = build(level)
-    assert (counts(built), built.folder) == ((2, 2), library.cache_folder(level))
-    assert counts(build(level)) == (0, 2)
+    assert (counts(built), built.folder, counts(build(level))) == ((2, 2), library.cache_folder(level), (0, 2))
     monkeypatch.setattr(library, "compiled", no_compiling)
     assert all(library.address(*each) for each in KERNELS)
 

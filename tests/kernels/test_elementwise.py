@@ -124,8 +124,7 @@ def test_rows_go_where_the_caller_wants_them() -> None:
     buffer = torch.empty(50)
     taken = on_cpu.take_rows(tensors, index, buffer)
     assert all(torch.equal(a, x[:, index]) for a, x in zip(taken, tensors, strict=True))
-    assert taken[0].data_ptr() == buffer.data_ptr()
-    assert taken[1].data_ptr() == buffer[24:].data_ptr()
+    assert (taken[0].data_ptr(), taken[1].data_ptr()) == (buffer.data_ptr(), buffer[24:].data_ptr())
     assert torch.equal(on_cpu.take_rows(tensors, index, buffer[:47])[1], tensors[1][:, index])  # too small: not used
 
 

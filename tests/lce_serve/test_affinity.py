@@ -38,9 +38,8 @@ def test_only_the_sessions_of_a_replica_that_goes_move(gone: str) -> None:
 
 
 def test_the_key_is_the_header_or_the_field() -> None:
-    assert affinity_of("one", {"prompt_cache_key": "two"}).session == "one"
-    assert affinity_of(None, {"prompt_cache_key": "two"}).session == "two"
-    assert affinity_of(None, {"prompt_cache_key": 2}).session is None
+    for header, key, session in (("one", "two", "one"), (None, "two", "two"), (None, 2, None)):
+        assert affinity_of(header, {"prompt_cache_key": key}).session == session
     for body in (None, [], "text", 3, {"messages": None}):
         assert affinity_of(None, body) == Affinity()
 

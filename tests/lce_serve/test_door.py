@@ -17,12 +17,9 @@ from tests.lce_serve.conftest import URL, events
 
 BODY = {"prompt": "hello", "max_tokens": 8, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
-STREAMS = [
-    ("/v1/completions", BODY | {"stream": True}),
-    ("/v1/chat/completions", CHAT | {"stream": True}),
-    ("/v1/messages", CHAT | {"stream": True}),
-    ("/v1/responses", {"input": "hi", "max_output_tokens": 8, "stream": True}),
-]
+ASKED = {"/v1/completions": BODY, "/v1/chat/completions": CHAT, "/v1/messages": CHAT}
+ASKED |= {"/v1/responses": {"input": "hi", "max_output_tokens": 8}}
+STREAMS = [(path, body | {"stream": True}) for path, body in ASKED.items()]
 
 
 class Two:
@@ -72,8 +69,7 @@ def test_a_door_passes_on_what_replicas_answer(behind: TestClient, client: TestC
 
 def test_an_answer_tells_its_replica_once(behind: TestClient, client: TestClient) -> None:
     found, expected = behind.post("/v1/completions", json=BODY), client.post("/v1/completions", json=BODY)
-    assert found.json()["choices"] == expected.json()["choices"]
-    assert found.headers["x-lce-replica"] == "r1"
+    assert (found.json()["choices"], found.headers["x-lce-replica"]) == (expected.json()["choices"], "r1")
     assert len(found.headers.get_list("x-request-id")) == 1
 
 
@@ -111,16 +107,14 @@ def test_a_whole_answer_stays_whole_if_the_replica_ends_behind_it(behind: TestCl
 def test_a_request_that_ends_every_replica_is_refused(behind: TestClient, two: Two) -> None:
     two.deaths = [0] * 100
     found = behind.post("/v1/completions", json=BODY)
-    assert (found.status_code, found.json()["error"]["code"]) == (503, "replica_lost")
-    assert len(two.asked) == TRIES
+    assert (found.status_code, found.json()["error"]["code"], len(two.asked)) == (503, "replica_lost", TRIES)
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
 def test_a_stream_that_has_not_begun_is_asked_again(behind: TestClient, two: Two, path: str, body: Any) -> None:
     two.deaths = [2]  # behind the head and the first comment
     found = behind.post(path, json=body).text
-    assert len(two.asked) == 2
-    assert found.count(": lce") == 2
+    assert (len(two.asked), found.count(": lce")) == (2, 2)
     assert "replica_lost" not in found
 
 
@@ -169,18 +163,13 @@ def test_the_door_checks_before_it_asks(two: Two) -> None:
     def status(path: str = "/v1/completions", headers: dict[str, str] = key, verb: str = "POST", **body: Any) -> int:
         return client.request(verb, path, headers=headers, **(body or {"json": BODY})).status_code
 
-    assert client.get("/health").json() == {"status": "loading"}
-    assert status() == 503
+    assert (client.get("/health").json(), status()) == ({"status": "loading"}, 503)
     service.serve(two)
-    assert client.get("/health").json() == {"status": "ok"}
-    assert status(headers={}) == 401
-    assert status(json={"prompt": "x" * 2000}) == 413
-    assert status(content=b"x") == 415
-    assert status("/contexts", json={"name": "x", "prompt": "y"}) == 501
-    assert status("/contexts/x", verb="DELETE") == 501
+    assert (client.get("/health").json(), status(headers={})) == ({"status": "ok"}, 401)
+    assert (status(json={"prompt": "x" * 2000}), status(content=b"x")) == (413, 415)
+    assert (status("/contexts", json={"name": "x", "prompt": "y"}), status("/contexts/x", verb="DELETE")) == (501, 501)
     service.draining = True
-    assert status() == 503
-    assert two.asked == []
+    assert (status(), two.asked) == (503, [])
 
 
 def test_figures_have_the_replicas_as_a_label(behind: TestClient) -> None:

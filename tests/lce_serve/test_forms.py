@@ -21,9 +21,7 @@ def test_a_completion_is_what_the_engine_says(client: TestClient, engine: Any) -
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("top", [0, 1])
-def test_echo_scores_a_prompt_as_the_harness_reads_it(
-    client: TestClient, engine: Any, max_tokens: int, top: int
-) -> None:
+def test_echo_scores_a_prompt_as_the_harness_reads_it(client: Any, engine: Any, max_tokens: int, top: int) -> None:
     ids = engine.tokenizer.encode("over the moon and the other dogs")
     how = {"prompt": [ids], "max_tokens": max_tokens, "echo": True, "logprobs": top}
     found = client.post("/v1/completions", json=how).json()["choices"][0]
@@ -53,8 +51,7 @@ def test_responses_stream_numbered_events_without_done(client: TestClient) -> No
     answer = client.post("/v1/responses", json=how | {"max_output_tokens": 6, "stream": True})
     found = [json.loads(data) for data in events(answer.text)]
     assert [each["sequence_number"] for each in found] == list(range(len(found)))
-    assert found[0]["type"] == "response.created"
-    assert found[-1]["type"] == f"response.{whole['status']}"
+    assert (found[0]["type"], found[-1]["type"]) == ("response.created", f"response.{whole['status']}")
     assert "".join(each["delta"] for each in found if each["type"] == "response.output_text.delta") == text
     assert found[-1]["response"]["output"][0]["content"][0]["text"] == text
     assert "[DONE]" not in answer.text
@@ -80,8 +77,7 @@ def test_messages_answer_in_anthropics_form(client: TestClient) -> None:
     assert whole["stop_reason"] in ("end_turn", "max_tokens")
     answer = client.post("/v1/messages", json=how | {"max_tokens": 6, "stream": True})
     found = [json.loads(data) for data in events(answer.text)]
-    assert found[0]["type"] == "message_start"
-    assert found[-1]["type"] == "message_stop"
+    assert (found[0]["type"], found[-1]["type"]) == ("message_start", "message_stop")
     text = "".join(each["delta"]["text"] for each in found if each["type"] == "content_block_delta")
     assert text == "".join(block["text"] for block in whole["content"])
     counted = client.post("/v1/messages/count_tokens", json=how).json()
@@ -91,8 +87,7 @@ def test_messages_answer_in_anthropics_form(client: TestClient) -> None:
 
 def test_messages_are_refused_in_anthropics_form(client: TestClient) -> None:
     answer = client.post("/v1/messages", json={"messages": [{"role": "user", "content": "x"}]})
-    assert answer.status_code == 400
-    assert answer.json()["type"] == "error"
+    assert (answer.status_code, answer.json()["type"]) == (400, "error")
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
@@ -114,8 +109,7 @@ def test_a_context_is_made_asked_and_dropped(client: TestClient, engine: Any) ->
     assert found.json()["choices"][0]["text"] == own.text
     asked = {"messages": [{"role": "user", "content": "and?"}], "context": "book", "max_tokens": 2}
     assert client.post("/v1/chat/completions", json=asked).status_code == 200
-    assert client.delete("/contexts/book").status_code == 200
-    assert client.delete("/contexts/book").status_code == 404
+    assert (client.delete("/contexts/book").status_code, client.delete("/contexts/book").status_code) == (200, 404)
     assert client.post("/v1/completions", json={**prompt, "model": "tiny@book"}).status_code == 404
 
 

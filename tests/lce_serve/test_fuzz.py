@@ -15,16 +15,8 @@ from lce_serve.openapi import document
 NUMBERS = [None, True, False, 0, 1, -1, 3.5, 1e308, -0.0, 2**70]
 TEXTS = ["", "x", "\x00", "auto", "tiny", "user", "text", "é\u2028", "streaming", "esa", "required"]
 TEXTS += ["\ud800", "a\ufdd0b", "<|end|>", "😀" * 50]
-LISTS: list[Any] = [
-    [],
-    [1],
-    [[1]],
-    [[]],
-    ["x"],
-    [None],
-    [{"role": "user", "content": "x"}],
-    [{"type": "function_call"}],
-]
+LISTS: list[Any] = [[], [1], [[1]], [[]], ["x"], [None], [{"role": "user", "content": "x"}]]
+LISTS += [[{"type": "function_call"}]]
 OBJECTS: list[Any] = [{}, {"a": {"b": [1]}}, {"include_usage": True}, {"5": 3}, {"10000000": 3}]
 TYPES: list[Any] = [{"type": "text", "text": "x"}, {"type": "any"}, {"type": "tool", "name": "f"}]
 FORMS: list[Any] = [

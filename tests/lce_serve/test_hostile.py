@@ -20,20 +20,10 @@ from tests.lce_serve.conftest import serving
 
 POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
 HEAD = "{} {} HTTP/1.1\r\nHost: localhost\r\n"
-PATHS = [
-    ("POST", "/" + "a" * 80_000),
-    ("GET", "/%00%ff/../../etc/passwd"),
-    ("TRACE", "/health"),
-    ("DELETE", "/contexts/..%2f.."),
-    ("GET", "http://evil.example/"),
-]
-LINES = [
-    b"\x16\x03\x01\x02\x00\x01\x00",
-    b"GET\r\n\r\n",
-    b"GET / HTTP/9.9\r\n\r\n",
-    b"\r\n" * 3,
-    b"PRI * HTTP/2.0\r\n\r\n",
-]
+PATHS = [("POST", "/" + "a" * 80_000), ("GET", "/%00%ff/../../etc/passwd"), ("TRACE", "/health")]
+PATHS += [("DELETE", "/contexts/..%2f.."), ("GET", "http://evil.example/")]
+LINES = [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 3]
+LINES += [b"PRI * HTTP/2.0\r\n\r\n"]
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "the quick fox"}], "temperature": 0, "max_tokens": 6}
 
 

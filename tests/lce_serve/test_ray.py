@@ -41,11 +41,12 @@ class Server:
 
     def stream(self, body: Any, session: str = "") -> httpx2.Response:
         """Return a stream that has begun; close it."""
-        request = self.client.build_request("POST", COMPLETE, json=body | {"stream": True}, headers=_head(session))
+        head = {"x-session-id": session}
+        request = self.client.build_request("POST", COMPLETE, json=body | {"stream": True}, headers=head)
         return self.client.send(request, stream=True)
 
     def post(self, body: Any, session: str = "", path: str = COMPLETE) -> httpx2.Response:
-        return self.client.post(path, json=body, headers=_head(session))
+        return self.client.post(path, json=body, headers={"x-session-id": session})
 
     def ask(self, body: Any, session: str = "", path: str = COMPLETE) -> tuple[Any, str]:
         """Return the answer to a request, and the replica that gave it."""
@@ -61,10 +62,6 @@ class Server:
         """Return how many requests each replica runs that tells its figures."""
         lines = self.client.get("/metrics").text.splitlines()
         return [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")]
-
-
-def _head(session: str) -> dict[str, str]:
-    return {"x-session-id": session} if session else {}
 
 
 def _title(process: psutil.Process) -> str:
@@ -142,8 +139,7 @@ def completion(text: str, n: int = 12, **more: Any) -> dict[str, Any]:
 )
 def test_answers_are_those_of_the_single_server(server: Server, single: TestClient, path: str, body: Any) -> None:
     found, expected = server.ask(body, path=path)[0], single.post(path, json=body).json()
-    assert found.get("choices") == expected.get("choices")
-    assert found.get("tokens") == expected.get("tokens")
+    assert (found.get("choices"), found.get("tokens")) == (expected.get("choices"), expected.get("tokens"))
 
 
 def test_refusals_are_those_of_the_single_server(server: Server, single: TestClient) -> None:
@@ -237,9 +233,7 @@ def test_a_client_that_goes_away_ends_its_request(server: Server) -> None:
     until(lambda: not sum(server.running()), 20)
 
 
-def test_the_example_of_a_cluster_answers_behind_rays_proxy(
-    chat_model: Path, single: TestClient, tmp_path: Path
-) -> None:
+def test_the_example_of_a_cluster_answers_behind_rays_proxy(chat_model: Path, single: Any, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     changes = {"smollm2": chat_model, "self_extend": "full", "/shared/lce": tmp_path / "kept", "8000": port}
     changes |= {"threads: 4": "threads: 1", "max_replicas: 8": "max_replicas: 2"}
@@ -285,7 +279,6 @@ def test_a_signal_lets_streams_end_and_ends_ray(chat_model: Path, tmp_path: Path
         ray = psutil.Process(server.process.pid).children(recursive=True)
         lines = begun(server.stream(completion(text_of("the last"), 600, logit_bias={"77": 100})))
         server.process.send_signal(signal.SIGTERM)
-        assert events("\n".join(lines))[-1] == "[DONE]"
-        assert server.process.wait(60) == 0
+        assert (events("\n".join(lines))[-1], server.process.wait(60)) == ("[DONE]", 0)
     assert [*tmp_path.rglob("*.lce")], "a stopped replica saves its contexts"
     until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ray), 20)

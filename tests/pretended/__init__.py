@@ -13,8 +13,8 @@ What CUDA refuses raises: tensors of two devices in one operator, `numpy()`, mem
 operator that CUDA lacks, a wait or an upload while a graph captures. What it does not refuse is made to show:
 
 - Fresh memory holds NaN and the least integer. Freed memory is overwritten.
-- What is queued in a stream that is not the default one is done when something waits for it, and not before
-  (`late=False`: at once). So is a copy to pinned memory that does not wait.
+- What is queued in a stream that is not the default one is done when something waits for it, and not before.
+  So is a copy to pinned memory that does not wait.
 - At the end `gpus.faults` must be empty: memory that was freed while another stream may use it (`record_stream` is
   missing), and pinned memory that was written to while a copy may read it.
 - A `torch.cuda.graph` does nothing until it is replayed; it then reads and writes the memory that it was captured with.

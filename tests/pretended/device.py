@@ -49,8 +49,8 @@ class Counts:
 class Gpus:
     """One or more pretended GPUs of one process."""
 
-    def __init__(self, n_devices: int = 1, memory: int = 16 << 30, late: bool = True) -> None:
-        self.n_devices, self.memory, self.late = n_devices, memory, late
+    def __init__(self, n_devices: int = 1, memory: int = 16 << 30) -> None:
+        self.n_devices, self.memory = n_devices, memory
         self.faults: list[str] = []  # what no operator raises
         self.counts: list[Counts] = []
         self.pinned = Pinned()

@@ -19,14 +19,12 @@ from tests.pretended.tensor import Mode, PretendedTensor, unwrapped
 
 
 @contextlib.contextmanager
-def pretended_gpus(
-    n_devices: int = 1, memory: int = 16 << 30, *, late: bool = True, triton: bool = False
-) -> Iterator[Gpus]:
-    """Have PyTorch find this many GPUs, each of so many bytes. `late`: streams do their work when it is waited for.
+def pretended_gpus(n_devices: int = 1, memory: int = 16 << 30, *, triton: bool = False) -> Iterator[Gpus]:
+    """Have PyTorch find this many GPUs, each of so many bytes.
 
     With `triton` lce finds Triton there, whose kernels run in its interpreter, slowly; else PyTorch's operators serve.
     """
-    gpus = Gpus(n_devices, memory, late)
+    gpus = Gpus(n_devices, memory)
     before = torch._C._only_lift_cpu_tensors()
     with pytest.MonkeyPatch.context() as patch:
         _patch_cuda(patch, gpus)

@@ -29,10 +29,9 @@ class Stream:
 
     gpus: Gpus
 
-    def __init__(self, device: Any = None, *, late: bool | None = None, **_: Any) -> None:
+    def __init__(self, device: Any = None, *, late: bool = True, **_: Any) -> None:
         self.device = self.gpus.device(device)
-        self.late = self.gpus.late if late is None else late
-        self.issued = 0
+        self.late, self.issued = late, 0
         self.queue: deque[tuple[int, Work]] = deque()
         self.seen: dict[Stream, int] = {}
         self.arrivals: list[tuple[int, Tensor, Tensor]] = []  # to memory of the host, and what arrives there

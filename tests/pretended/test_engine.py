@@ -40,8 +40,7 @@ def test_forks_files_and_tiers_change_nothing(
     context = engine.prefill(prompt)
     expected = answer(engine, context.fork())
     context.save(tmp_path / "text.lce")
-    assert answer(engine, engine.open_context(tmp_path / "text.lce")) == expected
-    assert answer(engine, context) == expected
+    assert (answer(engine, engine.open_context(tmp_path / "text.lce")), answer(engine, context)) == (expected, expected)
     for budgets in ({"kv_device_budget": device}, {"kv_device_budget": device, "kv_host_budget": host}):
         small = lce.load(tiny_model, **options, **budgets, spill_dir=tmp_path)
         context = small.prefill(prompt)

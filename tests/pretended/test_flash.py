@@ -31,8 +31,7 @@ def test_the_dense_form(gpus: Gpus, causal: bool, left: int) -> None:
     i, j = torch.arange(4, 9)[:, None], torch.arange(9)
     seen = (j <= i) & ((i - j <= left) | (left < 0)) if causal else j >= 0
     scores = (q @ k.repeat_interleave(2, 0).mT / 4).masked_fill(~seen, -torch.inf)
-    assert out.shape == (1, 5, 4, 16)
-    assert lse.shape == (1, 4, 5)
+    assert (out.shape, lse.shape) == ((1, 5, 4, 16), (1, 4, 5))
     assert torch.allclose(lse.cpu()[0].double(), scores.logsumexp(-1))
     truth = scores.softmax(-1) @ v.repeat_interleave(2, 0)
     assert (out.cpu()[0].transpose(0, 1) - truth).abs().max() < 1e-2

@@ -68,9 +68,7 @@ def test_a_kernel_runs_on_its_device() -> None:
         out = torch.empty(8, device="cuda:1")
         with gpus.counting() as counts:
             launching.launch(add_one, (2,), x, out, 7, BLOCK=4)
-        assert counts.launches == 1
-        assert counts.syncs == 0
-        assert out.tolist()[:7] == [3, 4, 5, 6, 7, 8, 9]
+        assert (counts.launches, counts.syncs, out.tolist()[:7]) == (1, 0, [3, 4, 5, 6, 7, 8, 9])
         assert out[7].isnan(), "uninitialised memory"
 
 

@@ -196,19 +196,15 @@ def test_a_graph_reads_the_device_anew(gpus: Gpus, mode: type) -> None:
         for _ in range(3):
             graph.replay()
             seen += found.tolist()
-        assert seen == [1, 3, 5]
-        assert buffer.tolist() == [7, 7, 7, 3]
+        assert (seen, buffer.tolist()) == ([1, 3, 5], [7, 7, 7, 3])
         del buffer
         with pytest.raises(RuntimeError, match="freed since it was captured"):
             graph.replay()
 
 
-UNCAPTURED: dict[str, Callable[[Tensor], object]] = {
-    "item": lambda x: x[0].item(),
-    "an upload": lambda x: x.copy_(torch.ones(4)),
-    "synchronize": lambda x: torch.cuda.synchronize(),
-    "pinned memory": lambda x: torch.empty(4, pin_memory=True),
-}
+UNCAPTURED: dict[str, Callable[[Tensor], object]] = {"item": lambda x: x[0].item()}
+UNCAPTURED |= {"an upload": lambda x: x.copy_(torch.ones(4)), "synchronize": lambda x: torch.cuda.synchronize()}
+UNCAPTURED |= {"pinned memory": lambda x: torch.empty(4, pin_memory=True)}
 
 
 @pytest.mark.parametrize("case", UNCAPTURED)

@@ -26,8 +26,7 @@ QWEN_3 = """{%- if messages[0].role == 'system' %}
 {%- set ns = namespace(searching=true, last_query=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- if ns.searching and message.role == 'user' and message.content is string %}
-        {%- set ns.searching = false %}
-        {%- set ns.last_query = messages|length - 1 - loop.index0 %}
+        {%- set ns.searching = false %}{%- set ns.last_query = messages|length - 1 - loop.index0 %}
     {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
@@ -54,8 +53,7 @@ QWEN_3 = """{%- if messages[0].role == 'system' %}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
 
-MINISTRAL = """{%- set fallback = 'You are Ministral.' %}
-{{- bos_token }}
+MINISTRAL = """{%- set fallback = 'You are Ministral.' %}{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system = messages[0]['content'] %}{%- set rest = messages[1:] %}
 {%- else %}
@@ -66,8 +64,7 @@ MINISTRAL = """{%- set fallback = 'You are Ministral.' %}
 {%- for message in rest %}
     {%- if (message.role == 'user') != (ns.index % 2 == 0) %}
         {{- raise_exception('roles must alternate') }}
-    {%- endif %}
-    {%- set ns.index = ns.index + 1 %}
+    {%- endif %}{%- set ns.index = ns.index + 1 %}
     {%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
     {%- else %}{{- message.content + eos_token }}{%- endif %}
 {%- endfor %}"""
@@ -134,13 +131,9 @@ def oracle_of(folder: Path, kind: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     config = config_of(kind)
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
-        bos_token=config["bos_token"],
-        eos_token=config["eos_token"],
-        chat_template=TEMPLATES[kind],
-        clean_up_tokenization_spaces=False,
-    )
+    own = {"tokenizer_file": str(folder / "tokenizer.json"), "chat_template": TEMPLATES[kind]}
+    own |= {name: config[name] for name in ("bos_token", "eos_token")}
+    return PreTrainedTokenizerFast(**own, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -187,5 +180,4 @@ def test_an_engine_reads_a_chat_and_stops_at_the_end_of_a_turn(tmp_path: Path) -
     assert len(free) == 4
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ends[0], free[2]]}))
     stopped = lce.load(tmp_path).generate(text, max_tokens=4)
-    assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == free[: free.index(free[2])]
+    assert (stopped.finish_reason, stopped.token_ids) == ("stop", free[: free.index(free[2])])

@@ -10,7 +10,7 @@ from lce.files import MAX_FILE_BYTES
 from lce.tokenizer.files import TokenizerConfig
 from lce.tokenizer.tokenizer import BYTES_A_TOKEN
 from lce.weights.source import BESIDE, Source
-from tests.vocabularies import one_line, write_json
+from tests.vocabularies import one_line, refused, write_json
 
 
 def read(folder: Path) -> TokenizerConfig:
@@ -38,8 +38,7 @@ def test_added_tokens_of_both_places(tmp_path: Path) -> None:
     own = {"added_tokens_decoder": decoder, "extra_special_tokens": {"x": "<x>"}}
     write_json(tmp_path, "tokenizer_config.json", own)
     config = read(tmp_path)
-    assert config.added == {"<a>": 7, "<b>": 9, "<c>": 10}
-    assert set(config.special_names) == {"<b>", "<x>"}
+    assert (config.added, set(config.special_names)) == ({"<a>": 7, "<b>": 9, "<c>": 10}, {"<b>", "<x>"})
 
 
 def test_the_place_of_the_chat_template(tmp_path: Path) -> None:
@@ -53,47 +52,29 @@ def test_the_place_of_the_chat_template(tmp_path: Path) -> None:
     assert read(tmp_path).chat_template == "jinja é"
 
 
-WRONG_FILES: list[tuple[str, bytes]] = [
-    ("tokenizer.json", b""),
-    ("tokenizer.json", b"{"),
-    ("tokenizer.json", b"[]"),
-    ("tokenizer.json", b'{"version": "1.0"}'),
-    ("tokenizer.json", b"\xff\xfe"),
-    ("tokenizer.model", b""),
-    ("tokenizer.model", b"IQ== 0\nIg== 1\n"),
-    ("tokenizer.model", b"\x0a\xff\xff\xff\xff\x0f"),
-    ("tokenizer_config.json", b"{"),
-    ("tokenizer_config.json", b"[1]"),
-    ("tokenizer_config.json", b"[" * 100_000),
-    ("tokenizer_config.json", b'{"bos_token": 3}'),
-    ("tokenizer_config.json", b'{"bos_token": {"content": 3}}'),
-    ("tokenizer_config.json", b'{"bos_token": "<nowhere>"}'),
-    ("tokenizer_config.json", b'{"add_bos_token": "yes"}'),
-    ("tokenizer_config.json", b'{"additional_special_tokens": 3}'),
-    ("tokenizer_config.json", b'{"added_tokens_decoder": [3]}'),
-    ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "a"}}}'),
-    ("tokenizer_config.json", b'{"added_tokens_decoder": {"3": {}}}'),
-    ("tokenizer_config.json", b'{"chat_template": 3}'),
-    ("tokenizer_config.json", b'{"chat_template": {"default": "D"}}'),
-    ("tokenizer_config.json", b'{"chat_template": [3]}'),
-    ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 3}]}'),
-    ("special_tokens_map.json", b"\x00"),
-    ("added_tokens.json", b'{"a": "b"}'),
-    ("added_tokens.json", b'{"a": -1}'),
-    ("tokenizer_config.json", b'{"bos_token": "\\ud800"}'),
-    ("tokenizer_config.json", b'{"bos_token": "' + b"x\\n" * 1000 + b'"}'),
-    ("tokenizer_config.json", b'{"added_tokens_decoder": {"' + b"9" * 5000 + b'": {"content": "a"}}}'),
-    ("tokenizer_config.json", b'{"add_bos_token": 1e999}'),
-    ("tokenizer_config.json", b'{"a": [0' + b",0" * 2_000_000 + b"]}"),
-    ("added_tokens.json", b'{"\\ud800": 5}'),
-    ("added_tokens.json", b'{"a": ' + b"9" * 4000 + b"}"),
-    ("added_tokens.json", b'{"a": 4294967296}'),
-    ("chat_template.json", b"nonsense"),
-    ("chat_template.jinja", b"\xff"),
-]
+WRONG_FILES: dict[str, list[bytes]] = {
+    "tokenizer.json": [b"", b"{", b"[]", b'{"version": "1.0"}', b"\xff\xfe"],
+    "tokenizer.model": [b"", b"IQ== 0\nIg== 1\n", b"\x0a\xff\xff\xff\xff\x0f"],
+    "tokenizer_config.json": [
+        *(b"{", b"[1]", b"[" * 100_000, b'{"bos_token": 3}', b'{"bos_token": {"content": 3}}'),
+        *(b'{"bos_token": "<nowhere>"}', b'{"add_bos_token": "yes"}', b'{"additional_special_tokens": 3}'),
+        *(b'{"added_tokens_decoder": [3]}', b'{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        *(b'{"added_tokens_decoder": {"3": {}}}', b'{"chat_template": 3}', b'{"chat_template": {"default": "D"}}'),
+        *(b'{"chat_template": [3]}', b'{"chat_template": [{"name": "default", "template": 3}]}'),
+        *(b'{"bos_token": "\\ud800"}', b'{"bos_token": "' + b"x\\n" * 1000 + b'"}', b'{"add_bos_token": 1e999}'),
+        b'{"added_tokens_decoder": {"' + b"9" * 5000 + b'": {"content": "a"}}}',
+        b'{"a": [0' + b",0" * 2_000_000 + b"]}",
+    ],
+    "special_tokens_map.json": [b"\x00"],
+    "added_tokens.json": [
+        *(b'{"a": "b"}', b'{"a": -1}', b'{"\\ud800": 5}', b'{"a": ' + b"9" * 4000 + b"}", b'{"a": 4294967296}'),
+    ],
+    "chat_template.json": [b"nonsense"],
+    "chat_template.jinja": [b"\xff"],
+}
 
 
-@pytest.mark.parametrize(("name", "content"), WRONG_FILES)
+@pytest.mark.parametrize(("name", "content"), [(name, raw) for name, wrong in WRONG_FILES.items() for raw in wrong])
 def test_broken_files(folders: dict[str, Path], tmp_path: Path, name: str, content: bytes) -> None:
     model = folders["sentencepiece"] / "tokenizer.model"
     (tmp_path / "tokenizer.model").write_bytes(model.read_bytes())
@@ -108,9 +89,8 @@ def test_a_file_too_large_is_not_read(tmp_path: Path, name: str) -> None:
     most = (4 << 20) + 300 * BYTES_A_TOKEN if name == "tokenizer.json" else MAX_FILE_BYTES
     with (tmp_path / name).open("wb") as file:
         file.truncate(most + 1)
-    with pytest.raises(ModelError) as error:
+    with refused(ModelError, f"{name} is larger than {most} bytes"):
         Source(tmp_path).tokenizer(300)
-    assert f"{name} is larger than {most} bytes" in one_line(error)
 
 
 @pytest.mark.parametrize("name", BESIDE[1:])

@@ -14,7 +14,7 @@ from lce.errors import DataError, ModelError, UsageError
 from lce.tokenizer.tokenizer import Tokenizer, checked_ids
 from lce.weights.source import Source
 from tests.command import output
-from tests.vocabularies import KINDS, TEXTS, byte_ids, byte_level_library, one_line, write_json
+from tests.vocabularies import KINDS, TEXTS, byte_ids, byte_level_library, refused, write_json
 
 Made = dict[str, Tokenizer]
 
@@ -46,9 +46,8 @@ def test_no_bos_to_force(made: dict[str, Tokenizer]) -> None:
     tokenizer = made["unigram"]
     assert tokenizer.bos_id is None
     assert tokenizer.encode("fox") == tokenizer.encode("fox", bos=False)
-    with pytest.raises(UsageError) as error:
+    with refused(UsageError, "no BOS token"):
         tokenizer.encode("fox", bos=True)
-    assert "no BOS token" in one_line(error)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "sentencepiece"])
@@ -70,10 +69,8 @@ def test_bos_and_eos_without_any_config(folders: dict[str, Path], tmp_path: Path
     library.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=special)
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Source(tmp_path).tokenizer()
-    assert (tokenizer.bos_token, tokenizer.bos_id) == ("<s>", 1)
-    assert (tokenizer.eos_token, tokenizer.eos_ids) == ("</s>", (2,))
-    assert tokenizer.encode("a") == [1, *tokenizer.encode("a", bos=False)]
-    assert tokenizer.encode("a")[-1] == 2
+    assert (tokenizer.bos_token, tokenizer.bos_id, tokenizer.eos_token, tokenizer.eos_ids) == ("<s>", 1, "</s>", (2,))
+    assert (tokenizer.encode("a"), tokenizer.encode("a")[-1]) == ([1, *tokenizer.encode("a", bos=False)], 2)
 
 
 def test_special_tokens_are_skipped_or_shown(made: dict[str, Tokenizer]) -> None:
@@ -130,17 +127,15 @@ def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> Non
 @pytest.mark.parametrize("token_id", [-1, 1 << 40, "1", 1.5, None])
 def test_ids_out_of_range(made: dict[str, Tokenizer], token_id: object) -> None:
     for kind in KINDS:
-        with pytest.raises(UsageError) as error:
+        with refused(UsageError, "token id"):
             made[kind].decode([token_id])
-        assert "token id" in one_line(error)
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", b"bytes", None, 3])
 def test_not_a_text(made: dict[str, Tokenizer], text: str) -> None:
     for kind in KINDS:
-        with pytest.raises(DataError) as error:
+        with refused(DataError, "text"):
             made[kind].encode(text)
-        assert "text" in one_line(error)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
@@ -150,9 +145,8 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     assert streamed(tokenizer, [5, 299, 1000]) == ["", "", "", ""]
     chat = [{"role": "user", "content": "Hi"}]
     for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([1]), lambda: tokenizer.chat(chat)):
-        with pytest.raises(ModelError) as error:
+        with refused(ModelError, "expected tokenizer.json or tokenizer.model; give token ids, or copy"):
             call()
-        assert "expected tokenizer.json or tokenizer.model; give token ids, or copy" in one_line(error)
 
 
 def test_importing_it_is_light() -> None:
@@ -210,10 +204,7 @@ def test_without_a_decoder_tokens_are_joined_by_spaces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "decoder",
     [
-        decoders.CTC(),
-        decoders.BPEDecoder(),
-        decoders.WordPiece(),
-        decoders.Replace(tokenizers.Regex("a+"), "b"),
+        *(decoders.CTC(), decoders.BPEDecoder(), decoders.WordPiece(), decoders.Replace(tokenizers.Regex("a+"), "b")),
         decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]),
         decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
     ],
@@ -222,6 +213,5 @@ def test_a_decoder_that_cannot_be_streamed(decoder: decoders.Decoder, folders: d
     library = tokenizers.Tokenizer.from_file(str(folders["byte_level"] / "tokenizer.json"))
     library.decoder = decoder
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ModelError) as error:
+    with refused(ModelError, "token by token"):
         Source(tmp_path).tokenizer()
-    assert "token by token" in one_line(error)

@@ -17,7 +17,7 @@ from tokenizers import models
 from lce.errors import DataError, ModelError
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.source import Source
-from tests.vocabularies import LLAMA2, TEXTS, merges_of, one_line, write_json
+from tests.vocabularies import LLAMA2, TEXTS, merges_of, one_line, refused, write_json
 
 Changed = Callable[[Mapping[str, Any]], Path]
 
@@ -45,16 +45,14 @@ def test_json_encodes_as_the_library_does(made: dict[str, Tokenizer], folders: d
 @pytest.mark.parametrize("text", [*TEXTS, "<s>[INST] hi [/INST] a </s><s>[INST] b", "</s>a<s>b<unk>c", "▁x"])
 def test_both_files_of_a_model_agree(made: dict[str, Tokenizer], text: str) -> None:
     ids = made["sentencepiece"].encode(text)
-    assert ids == made["llama"].encode(text)
-    assert made["sentencepiece"].decode(ids) == made["llama"].decode(ids)
+    assert (ids, made["sentencepiece"].decode(ids)) == (made["llama"].encode(text), made["llama"].decode(ids))
 
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if text])
 def test_llama2_is_bos_and_sentencepiece(llama2: Tokenizer, text: str) -> None:
     model = sentencepiece.SentencePieceProcessor(model_file=str(LLAMA2))
     ids = llama2.encode(text)
-    assert ids == [1, *model.encode(text)]
-    assert llama2.decode(ids) == model.decode(ids)
+    assert (ids, llama2.decode(ids)) == ([1, *model.encode(text)], model.decode(ids))
 
 
 def test_llama2_decodes_as_transformers_does(llama2: Tokenizer) -> None:
@@ -85,14 +83,10 @@ def test_added_tokens_over_sentencepiece(tiny_sentencepiece: bytes, tmp_path: Pa
     assert Source(tmp_path).tokenizer(vocab_size=406).vocab_size == 406
     tokenizer = Source(tmp_path).tokenizer(vocab_size=410)
     ids = tokenizer.encode("fox<|im_end|><tool>", bos=False)
-    assert ids[-2:] == [400, 405]
-    assert tokenizer.vocab_size == 406
-    assert tokenizer.decode(ids) == "fox<tool>"
+    assert (ids[-2:], tokenizer.vocab_size, tokenizer.decode(ids)) == ([400, 405], 406, "fox<tool>")
     assert tokenizer.decode([402, *ids, 409]) == "fox<tool>"  # a gap in the vocabulary, and a row beyond it
-    with pytest.raises(ModelError) as error:
+    with refused(ModelError, "406", "405"):
         Source(tmp_path).tokenizer(vocab_size=405)
-    assert "406" in one_line(error)
-    assert "405" in one_line(error)
 
 
 def test_space_only_before_the_text_itself(tiny_sentencepiece: bytes, tmp_path: Path) -> None:
@@ -132,9 +126,8 @@ def test_truncated_and_altered_files(kind: str, folders: dict[str, Path], tmp_pa
 def test_a_vocabulary_without_the_texts_words(tmp_path: Path) -> None:
     tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
     tokenizer = Source(tmp_path).tokenizer()
-    with pytest.raises(DataError) as error:
+    with refused(DataError, "cannot encode"):
         tokenizer.encode("fox")
-    assert "cannot encode" in one_line(error)
 
 
 def template(special: list[int], single: str) -> dict[str, Any]:

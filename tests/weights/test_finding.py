@@ -33,13 +33,11 @@ def test_hub_ids_are_told_from_paths(text: str, expected: HubId | None) -> None:
 @pytest.mark.parametrize(
     ("text", "typed"),
     [
-        ("https://huggingface.co/org/name", "org/name"),
-        ("https://huggingface.co/org/name/tree/main", "org/name"),
+        *(("https://huggingface.co/org/name", "org/name"), ("https://huggingface.co/org/name/tree/main", "org/name")),
         ("huggingface.co/org/name/", "org/name"),
         ("https://huggingface.co/org/name/blob/main/x-Q4_K_M.gguf", "org/name:x-Q4_K_M.gguf"),
         ("https://huggingface.co/org/name/resolve/v1/x.gguf?download=true", "org/name@v1:x.gguf"),
-        ("hf.co/org/name:Q4_K_M", "org/name:Q4_K_M"),
-        ("hf://org/name", "org/name"),
+        *(("hf.co/org/name:Q4_K_M", "org/name:Q4_K_M"), ("hf://org/name", "org/name")),
     ],
 )
 def test_an_address_says_what_to_type(text: str, typed: str) -> None:

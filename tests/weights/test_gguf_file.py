@@ -279,15 +279,8 @@ def test_a_change_while_the_header_is_read_is_seen(tmp_path: Path, monkeypatch: 
 
 def split(folder: Path, empty_first: bool = False) -> list[Path]:
     """A model of five tensors in three files; the first has no tensors if `empty_first`."""
-    most = 3 if empty_first else 2
-    writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=most, small_first_shard=empty_first)
-    writer.add_string("general.name", "M")
-    for i in range(5):
-        writer.add_tensor(f"t{i}", np.full((4, 8), i, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tensors, most = {f"t{i}": np.full((4, 8), i) for i in range(5)}, 3 if empty_first else 2
+    write_gguf(folder / "m.gguf", tensors, "F32", {"general.name": "M"}, most, small_first_shard=empty_first)
     return sorted(folder.glob("*.gguf"))
 
 

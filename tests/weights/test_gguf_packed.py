@@ -91,8 +91,7 @@ def test_the_bytes_of_a_matrix_are_as_planned(tmp_path: Path, kind: str) -> None
     assert scheme.n_bytes((32, 512)) == sum(part.nbytes for part in parts.values())
     if kind in ("Q4_0", "Q4_1", "Q8_0"):
         assert scheme.n_bytes((32, 512)) == checkpoint.tensors["w"].stop - checkpoint.tensors["w"].start
-    assert checkpoint.quantised == kind
-    assert checkpoint.dtype() == torch.bfloat16
+    assert (checkpoint.quantised, checkpoint.dtype()) == (kind, torch.bfloat16)
 
 
 def test_tensors_of_one_layout_are_joined_and_others_stacked(tmp_path: Path) -> None:

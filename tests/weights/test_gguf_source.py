@@ -63,8 +63,7 @@ def test_a_turn_ends_at_a_token_that_only_the_vocabulary_knows(model: Any, gguf:
     engine = lce.load(save_gguf(tmp_path / "ends.gguf", model, **metadata))
     assert engine.setup.model.config.eos_ids == (1, free[2])
     ended = engine.generate(IDS, max_tokens=4)
-    assert ended.finish_reason == "stop"
-    assert ended.token_ids == free[: free.index(free[2])]
+    assert (ended.finish_reason, ended.token_ids) == ("stop", free[: free.index(free[2])])
 
 
 def test_plans_count_weights_as_they_are_stored(tiny_model: Path, gguf: Path) -> None:

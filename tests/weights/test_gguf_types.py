@@ -45,8 +45,7 @@ def test_numbers_names_and_sizes_are_the_packages():
 def test_weights_equal_the_packages_to_the_bit(kind):
     raw = blocks(kind)
     expected, got = quants.dequantize(raw, Type(kind.number)).reshape(-1, kind.size), kind.dequantise(raw)
-    assert got.dtype == np.float32
-    assert kind.dequantise(raw[:0]).shape == (0, kind.size)
+    assert (got.dtype, kind.dequantise(raw[:0]).shape) == (np.float32, (0, kind.size))
     numbers = ~np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(got), ~numbers)
     np.testing.assert_array_equal(got[numbers].view(np.uint32), expected[numbers].view(np.uint32))

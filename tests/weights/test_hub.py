@@ -59,11 +59,9 @@ def test_only_what_is_needed_is_downloaded_and_only_once(hub: Hub, tiny_model: P
     n_asked = len(hub.asked)
     assert lce.load(NAME).setup.fingerprint == engine.setup.fingerprint == lce.load(tiny_model).setup.fingerprint
     found, there = lce.info(NAME), lce.info(snapshot(hub))
-    assert (found.folder, found.identity) == (there.folder, there.identity)
-    assert len(hub.asked) == n_asked
+    assert (found.folder, found.identity, len(hub.asked)) == (there.folder, there.identity, n_asked)
     hub.models[NAME]["config.json"] += b" "  # another commit: what is here is taken all the same
-    assert lce.load(NAME).setup.fingerprint == engine.setup.fingerprint
-    assert len(hub.asked) == n_asked
+    assert (lce.load(NAME).setup.fingerprint, len(hub.asked)) == (engine.setup.fingerprint, n_asked)
 
 
 def test_shards_are_those_of_the_index(hub: Hub, tiny_model: Path) -> None:
@@ -210,9 +208,7 @@ FILES = ("a-Q4_0.gguf", "sub/a-Q4_K_M-00001-of-00002.gguf", "sub/a-Q4_K_M-00002-
 @pytest.mark.parametrize(
     ("file", "found"),
     [
-        ("a-Q4_0.gguf", ["a-Q4_0.gguf"]),
-        ("q4_k_m", list(FILES[1:3])),
-        (FILES[2], list(FILES[1:3])),
+        *(("a-Q4_0.gguf", ["a-Q4_0.gguf"]), ("q4_k_m", list(FILES[1:3])), (FILES[2], list(FILES[1:3]))),
         ("bf16", ["a-BF16.gguf"]),
         ("F16", "has no GGUF file 'F16'; valid: a-BF16.gguf, a-Q4_0.gguf, sub/a-Q4_K_M.gguf"),
         ("a-Q4_O.gguf", "has no GGUF file 'a-Q4_O.gguf'; did you mean 'a-Q4_0.gguf'? valid:"),

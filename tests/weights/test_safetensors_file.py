@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import struct
 import time
 import tracemalloc
@@ -23,50 +24,49 @@ from lce.weights.safetensors_file import DTYPES, LARGEST_HEADER, TensorInfo, all
 from tests.checkpoints import raw_safetensors, tensor_entry
 
 PAIR = {"a": tensor_entry("F32", [2], 0, 8), "b": tensor_entry("F32", [2], 8, 16)}
+
+
+def one(dtype: Any, shape: Any, start: Any, stop: Any, n_bytes: int = 8, **more: Any) -> bytes:
+    """A file of one tensor, with this many bytes of data."""
+    return raw_safetensors({"a": tensor_entry(dtype, shape, start, stop) | more}, bytes(n_bytes))
+
+
+def second(start: int, stop: int) -> bytes:
+    """A file of two tensors, of which the second one lies where it is said."""
+    return raw_safetensors(PAIR | {"b": tensor_entry("F32", [2], start, stop)}, bytes(stop))
+
+
 DAMAGED: list[tuple[bytes, str]] = [
-    (b"", "a header of 0 bytes does not fit in a file of 0"),
-    (b"\x02\0\0", "does not fit in a file of 3"),
+    *((b"", "a header of 0 bytes does not fit in a file of 0"), (b"\x02\0\0", "does not fit in a file of 3")),
     (struct.pack("<Q", 2**64 - 1) + b"{}", "a header of 18446744073709551615 bytes does not fit"),
     (struct.pack("<Q", 3) + b"{}", "a header of 3 bytes does not fit"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer.*git lfs pull"),
-    (raw_safetensors(b""), "does not begin with '{'"),
-    (raw_safetensors(b" {}"), "does not begin with '{'"),
-    (raw_safetensors([]), "does not begin with '{'"),
-    (raw_safetensors(b"{]"), "not valid JSON"),
-    (raw_safetensors(b'{"\xff": 1}'), "not valid JSON"),
-    (raw_safetensors(b'{"a":' * 100_000), "not valid JSON"),
+    *((raw_safetensors(header), "does not begin with '{'") for header in (b"", b" {}", [])),
+    *((raw_safetensors(header), "not valid JSON") for header in (b"{]", b'{"\xff": 1}', b'{"a":' * 100_000)),
     (raw_safetensors(b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b"]}}"), "not valid JSON"),
     (raw_safetensors(b'{"a": 1, "a": 2}'), "a name appears twice"),
     (raw_safetensors(b'{"__metadata__": {"x": "1", "x": "2"}}'), "a name appears twice"),
-    (raw_safetensors({"__metadata__": {"format": 1}}), "__metadata__ is not an object of strings"),
-    (raw_safetensors({"__metadata__": "pt"}), "__metadata__ is not an object of strings"),
-    (raw_safetensors({"a": [1]}), "tensor 'a' is not described by"),
-    (raw_safetensors({"a": {"dtype": "F32", "shape": [0]}}), "tensor 'a' is not described by"),
-    (raw_safetensors({"a": tensor_entry("F32", [0], 0, 0) | {"more": 1}}), "tensor 'a' is not described by"),
-    (raw_safetensors({"a": tensor_entry("F33", [0], 0, 0)}), "unknown dtype 'F33'"),
-    (raw_safetensors({"a": tensor_entry(32, [0], 0, 0)}), "unknown dtype 32"),
-    (raw_safetensors({"a": tensor_entry(["F32"], [0], 0, 0)}), r"unknown dtype \['F32'\]"),
-    (raw_safetensors({"a": tensor_entry("F32", 2, 0, 8)}, bytes(8)), "impossible shape 2"),
-    (raw_safetensors({"a": tensor_entry("F32", [-2, -1], 0, 8)}, bytes(8)), r"impossible shape \[-2, -1\]"),
-    (raw_safetensors({"a": tensor_entry("F32", [2.0], 0, 8)}, bytes(8)), r"impossible shape \[2.0\]"),
-    (raw_safetensors({"a": tensor_entry("F32", [True, 2], 0, 8)}, bytes(8)), r"impossible shape \[True, 2\]"),
-    (raw_safetensors({"a": tensor_entry("F32", [2**62, 4], 0, 0)}), r"impossible shape \[4611686018427387904, 4\]"),
-    (raw_safetensors({"a": tensor_entry("F32", [2**47, 2**17], 0, 0)}), "shape and dtype take 73786976294838206464"),
-    (raw_safetensors({"a": tensor_entry("F32", [1] * 100, 0, 4)}, bytes(4)), "impossible shape"),
-    (raw_safetensors({"a": tensor_entry("F32", [2], 8, 0)}, bytes(8)), "impossible data_offsets"),
-    (raw_safetensors({"a": tensor_entry("F32", [2], -8, 0)}, bytes(8)), "impossible data_offsets"),
-    (raw_safetensors({"a": tensor_entry("F32", [2], 0.0, 8)}, bytes(8)), "impossible data_offsets"),
-    (raw_safetensors({"a": tensor_entry("F32", [2], False, 8)}, bytes(8)), "impossible data_offsets"),
-    (raw_safetensors({"a": tensor_entry("F32", [2], 0, 8) | {"data_offsets": [8]}}, bytes(8)), "impossible data_off"),
-    (raw_safetensors({"a": tensor_entry("F32", [3], 0, 8)}, bytes(8)), "has 8 bytes; its shape and dtype take 12"),
-    (raw_safetensors({"a": tensor_entry("BF16", [2], 0, 8)}, bytes(8)), "has 8 bytes; its shape and dtype take 4"),
-    (raw_safetensors(PAIR | {"b": tensor_entry("F32", [2], 4, 12)}, bytes(12)), "'b' overlaps the one before it"),
-    (raw_safetensors(PAIR | {"b": tensor_entry("F32", [2], 0, 8)}, bytes(8)), "tensor 'b' overlaps the one before it"),
-    (raw_safetensors(PAIR | {"b": tensor_entry("F32", [2], 12, 20)}, bytes(20)), "tensor 'b' leaves a hole before it"),
-    (raw_safetensors({"a": tensor_entry("F32", [2], 4, 12)}, bytes(12)), "tensor 'a' leaves a hole before it"),
+    *(
+        (raw_safetensors({"__metadata__": x}), "__metadata__ is not an object of strings")
+        for x in ({"format": 1}, "pt")
+    ),
+    *((raw_safetensors({"a": x}), "tensor 'a' is not described by") for x in ([1], {"dtype": "F32", "shape": [0]})),
+    (one("F32", [0], 0, 0, 0, more=1), "tensor 'a' is not described by"),
+    *((one("F33", [0], 0, 0, 0), "unknown dtype 'F33'"), (one(32, [0], 0, 0, 0), "unknown dtype 32")),
+    (one(["F32"], [0], 0, 0, 0), r"unknown dtype \['F32'\]"),
+    *((one("F32", x, 0, 8), f"impossible shape {re.escape(str(x))}") for x in (2, [-2, -1], [2.0], [True, 2])),
+    (one("F32", [2**62, 4], 0, 0, 0), r"impossible shape \[4611686018427387904, 4\]"),
+    (one("F32", [2**47, 2**17], 0, 0, 0), "shape and dtype take 73786976294838206464"),
+    (one("F32", [1] * 100, 0, 4, 4), "impossible shape"),
+    *((one("F32", [2], *ends), "impossible data_offsets") for ends in ((8, 0), (-8, 0), (0.0, 8), (False, 8))),
+    (one("F32", [2], 0, 8, data_offsets=[8]), "impossible data_offsets"),
+    (one("F32", [3], 0, 8), "has 8 bytes; its shape and dtype take 12"),
+    (one("BF16", [2], 0, 8), "has 8 bytes; its shape and dtype take 4"),
+    *((second(start, start + 8), "tensor 'b' overlaps the one before it") for start in (4, 0)),
+    (second(12, 20), "tensor 'b' leaves a hole before it"),
+    (one("F32", [2], 4, 12, 12), "tensor 'a' leaves a hole before it"),
     (raw_safetensors(PAIR, bytes(17)), "has bytes that belong to no tensor"),
-    (raw_safetensors(PAIR, bytes(15)), "the file is cut short"),
-    (raw_safetensors(PAIR), "the file is cut short"),
+    *((raw_safetensors(PAIR, data), "the file is cut short") for data in (bytes(15), b"")),
 ]
 
 

@@ -16,12 +16,8 @@ from lce.weights.slices import Slice, block_size, check_cuts, sliced
 from tests.gguf_files import write_gguf
 from tests.weights.test_gguf_packed import array, loaded, opened, unpacked
 
-SLICES = {
-    "rows": Slice([(16, 48)]),
-    "runs of rows": Slice([(0, 16), (32, 64), (80, 96)]),
-    "columns": Slice(columns=(256, 768)),
-    "rows and columns": Slice([(32, 96)], (0, 256)),
-}
+SLICES = {"rows": Slice([(16, 48)]), "runs of rows": Slice([(0, 16), (32, 64), (80, 96)])}
+SLICES |= {"columns": Slice(columns=(256, 768)), "rows and columns": Slice([(32, 96)], (0, 256))}
 each_slice = pytest.mark.parametrize("part", [pytest.param(part, id=name) for name, part in SLICES.items()])
 ORDER = np.arange(96).reshape(6, 2, 8).swapaxes(1, 2).reshape(-1)  # exchanges rows within heads of 16
 

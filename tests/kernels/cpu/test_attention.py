@@ -11,24 +11,11 @@ from tests.kernels.truth import attended, random
 
 MOST = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 SHAPES = [  # G, heads of a group, T, N, D, window
-    (1, 1, 1, 1, 8, None),
-    (2, 1, 1, 15, 64, None),
-    (1, 8, 1, 17, 64, 16),
-    (1, 9, 1, 257, 80, None),
-    (2, 2, 2, 255, 96, 256),
-    (1, 4, 2, 513, 112, 255),
-    (1, 1, 9, 271, 64, None),
-    (3, 1, 8, 272, 24, 17),
-    (1, 16, 2, 769, 16, 1),
-    (1, 33, 1, 767, 64, None),
-    (1, 1, 97, 100, 40, 17),
-    (1, 7, 14, 511, 256, 100),
-    (1, 64, 3, 528, 64, None),
-    (1, 1, 17, 4113, 64, 4096),
-    (3, 3, 1, 1050, 64, None),
-    (1, 7, 1, 300, 128, 255),
-    (2, 3, 2, 289, 96, None),
-    (1, 5, 1, 33, 32, None),
+    *((1, 1, 1, 1, 8, None), (2, 1, 1, 15, 64, None), (1, 8, 1, 17, 64, 16), (1, 9, 1, 257, 80, None)),
+    *((2, 2, 2, 255, 96, 256), (1, 4, 2, 513, 112, 255), (1, 1, 9, 271, 64, None), (3, 1, 8, 272, 24, 17)),
+    *((1, 16, 2, 769, 16, 1), (1, 33, 1, 767, 64, None), (1, 1, 97, 100, 40, 17), (1, 7, 14, 511, 256, 100)),
+    *((1, 64, 3, 528, 64, None), (1, 1, 17, 4113, 64, 4096), (3, 3, 1, 1050, 64, None), (1, 7, 1, 300, 128, 255)),
+    *((2, 3, 2, 289, 96, None), (1, 5, 1, 33, 32, None)),
 ]
 
 
@@ -43,8 +30,7 @@ def test_shapes_at_the_borders_of_blocks(shape: tuple[int, int, int, int, int, i
             torch.set_num_threads(n)
             found.append(attend(q, k, v, causal, within))
         (out, lse), other = found
-        assert torch.equal(out, other[0])
-        assert torch.equal(lse, other[1])
+        assert all(map(torch.equal, (out, lse), other))
         expected, expected_lse = attended(q, k, v, causal, within)
         assert (out - expected).abs().max() < MOST[dtype]
         assert (lse - expected_lse).abs().max() < 3e-5
@@ -89,8 +75,7 @@ def test_what_a_call_leaves_in_memory_changes_no_bit(n_queries: int, n_keys: int
     bad = torch.full((1, 256, 64), math.nan).to(dtype)
     attend(q, bad, bad, causal=True)
     again = attend(q, k, k, causal=True)
-    assert torch.equal(out, again[0])
-    assert torch.equal(lse, again[1])
+    assert all(map(torch.equal, (out, lse), again))
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
@@ -127,8 +112,7 @@ def test_rounds_of_tiles_and_threads_change_no_bit(
     out, lse = run(torch.arange(16), 2, tile)
     cut = torch.arange(8) < 3
     again = run(torch.randperm(16), 1, tile.masked_fill(~cut, -1), tile.masked_fill(cut, -1))
-    assert torch.equal(out, again[0])
-    assert torch.equal(lse, again[1])
+    assert all(map(torch.equal, (out, lse), again))
     seen = (chosen >= 0).sum(-1) > 0
     assert torch.equal(lse > -math.inf, seen)
     assert not out[~seen].any()

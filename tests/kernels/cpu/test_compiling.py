@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,9 +59,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_first_use_says_so_and_the_second_finds_the_kernel(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_use_says_so_and_the_second_finds_the_kernel(cache: Path, monkeypatch: Any, capsys: Any) -> None:
     assert works()
     assert said(capsys) == ["lce: compiling kernels for this processor; later runs find them in a cache"]
     assert [*cache.rglob("*spread_keys")]
@@ -85,9 +84,7 @@ def test_a_damaged_kernel_is_compiled_again_and_replaced(cache: Path) -> None:
         assert file.stat().st_mtime_ns == replaced, "what is whole is loaded"
 
 
-def test_a_cache_that_cannot_be_used_is_said_once(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_that_cannot_be_used_is_said_once(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     compiling_it = "lce: compiling kernels for this processor"
 
     def no_space(_: int) -> None:
@@ -140,8 +137,7 @@ def test_a_cache_that_others_can_write_is_not_read(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = library.cache_folder(levels.current())
     assert folder is not None
-    assert folder.parent == tmp_path / "lce"
-    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path / "lce", 0o700)
     folder.chmod(0o777)
     assert library.cache_folder(levels.current()) is None
 

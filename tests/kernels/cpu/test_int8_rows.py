@@ -1,5 +1,7 @@
 """Keys and values in rows of 8 bits: the rows by their definition, and attention to them beside plain arithmetic."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,14 +12,8 @@ from tests.attention.truth import random, slots
 from tests.kernels.truth import attended
 
 SHAPES = [  # H, G, T, N, D, window
-    (9, 3, 1, 1100, 64, None),
-    (4, 4, 1, 5, 64, None),
-    (16, 2, 1, 529, 128, None),
-    (4, 2, 3, 300, 96, 100),
-    (5, 1, 1, 271, 80, None),
-    (8, 2, 40, 513, 64, 200),
-    (3, 3, 2, 40, 10, None),
-    (3, 1, 1, 785, 16, 530),
+    *((9, 3, 1, 1100, 64, None), (4, 4, 1, 5, 64, None), (16, 2, 1, 529, 128, None), (4, 2, 3, 300, 96, 100)),
+    *((5, 1, 1, 271, 80, None), (8, 2, 40, 513, 64, 200), (3, 3, 2, 40, 10, None), (3, 1, 1, 785, 16, 530)),
 ]
 MOST = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -48,9 +44,7 @@ def test_rows_are_vectors_to_half_a_step(dtype: torch.dtype, dim: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("backend", ["compiled", "reference"])
-def test_attention_to_rows_is_that_to_their_numbers(
-    backend: str, shape: tuple[int, int, int, int, int, int | None], dtype: torch.dtype
-) -> None:
+def test_attention_to_rows_is_that_to_their_numbers(backend: str, shape: Any, dtype: torch.dtype) -> None:
     n_heads, groups, n_queries, n_keys, dim, window = shape
     q = random(n_heads, n_queries, dim, seed=3, scale=1).to(dtype)
     k, v = (rows_of(random(groups, n_keys, dim, seed=seed, scale=1).to(dtype)) for seed in (4, 5))

@@ -52,8 +52,8 @@ class Stage:
     The workers' clock goes on by `step` at each look, so that they sleep at the second one; with 0 it stands still.
     """
 
-    def __init__(self, n_threads: int) -> None:
-        self.pool, self.step, self.workers_time, self.looks = threads.Pool(), LONG_SPIN, 1000 * MS, 0
+    def __init__(self, n_threads: int, step: int) -> None:
+        self.pool, self.step, self.workers_time, self.looks = threads.Pool(), step, 1000 * MS, 0
         self.state = (ctypes.c_int64 * STATE)(1000 * MS, 1000 * MS)
         self.n_workers = n_threads - 1
         self.held: set[int] = set()  # the workers that stay asleep when they are woken
@@ -170,8 +170,8 @@ _ENDED: list[Stage] = []  # their functions stay, as the workers do
 
 
 @contextmanager
-def staged(n_threads: int) -> Iterator[Stage]:
-    stage = Stage(n_threads)
+def staged(n_threads: int, step: int = LONG_SPIN) -> Iterator[Stage]:
+    stage = Stage(n_threads, step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "_pool", stage.pool)
         torch.set_num_threads(n_threads)
@@ -206,8 +206,7 @@ def pass_time(stage: Stage, ns: int) -> None:
 
 def test_nobody_waits_for_a_late_thread(two: Stage) -> None:
     """The caller runs all items. The worker wakes up behind the job, finds none, and shares the next one."""
-    assert two.late(1, n=N) == 1
-    assert two.woken == [1]
+    assert (two.late(1, n=N), two.woken) == (1, [1])
     assert two.job(n_partners=2) == 2
 
 
@@ -280,8 +279,7 @@ def test_as_many_threads_work_on_as_were_of_use() -> None:
         stage.job()
         for _ in range(2):
             assert stage.late(2, 3, wall=LOOK // 4, n_partners=2) == 2
-        assert stage.job(n_partners=2) == 2
-        assert stage.woken == [1]
+        assert (stage.job(n_partners=2), stage.woken) == (2, [1])
         stage.sleep()
         pass_time(stage, 10 * MS)
         assert stage.job(n_partners=4) == 4
@@ -302,8 +300,7 @@ def test_a_pool_that_does_not_adapt_has_all_threads_work(two: Stage) -> None:
 
 @pytest.mark.parametrize(("n_jobs", "spin"), [(1, SPIN), (STREAK - 1, SPIN), (STREAK, LONG_SPIN), (80, LONG_SPIN)])
 def test_a_worker_looks_for_items_longer_where_jobs_follow_each_other(n_jobs: int, spin: int) -> None:
-    with staged(2) as stage:
-        stage.step = 0
+    with staged(2, step=0) as stage:
         for _ in range(n_jobs):
             assert stage.job(n_partners=2) == 2
         assert stage.looks_on(after=spin - 1)
@@ -315,8 +312,7 @@ def test_a_worker_looks_for_items_longer_where_jobs_follow_each_other(n_jobs: in
 
 
 def test_a_worker_may_sleep_between_jobs_that_follow_each_other() -> None:
-    with staged(2) as stage:
-        stage.step = 0
+    with staged(2, step=0) as stage:
         for _ in range(STREAK - 1):
             assert stage.job(n_partners=2) == 2
             assert not stage.looks_on(after=SPIN)
@@ -328,8 +324,7 @@ def test_a_worker_may_sleep_between_jobs_that_follow_each_other() -> None:
 
 def test_no_worker_looks_longer_while_fewer_threads_work() -> None:
     """It would take time from the programs that the cores are busy with."""
-    with staged(2) as stage:
-        stage.step = 0
+    with staged(2, step=0) as stage:
         for _ in range(STREAK):
             stage.job(n_partners=2)
         for _ in range(2):

@@ -75,9 +75,7 @@ def test_odd_shapes_and_stacked_matrices(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
-def test_bits_depend_neither_on_threads_nor_on_scratch_nor_on_other_rows(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_depend_neither_on_threads_nor_on_scratch_nor_on_other_rows(kind: str, monkeypatch: Any) -> None:
     x, plain = torch.randn(300, 400), torch.randn(160, 400)
     weight = plain if kind == "plain" else packed(plain, INT8)
 
@@ -118,15 +116,13 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 @pytest.mark.parametrize(
     ("has", "level", "most", "slow"),
     [
-        ("avx2", "", "", "bfloat16 float16"),
-        ("avx2 avx512_f avx512_bf16", "", "", "float16"),
+        *(("avx2", "", "", "bfloat16 float16"), ("avx2 avx512_f avx512_bf16", "", "", "float16")),
         ("avx2 avx512_f avx512_bf16", "v3", "", "bfloat16 float16"),
         ("avx2 avx512_f avx512_bf16", "v4-bf16", "AVX2", "bfloat16 float16"),
         ("avx2 avx512_f avx512_bf16", "", "avx512_core_bf16", "float16"),
         ("avx512_bf16 avx512_fp16 amx_bf16", "", "ALL", ""),
         ("avx512_bf16 avx512_fp16 amx_bf16", "", "AVX512_CORE_VNNI", "bfloat16 float16"),
-        ("neon bf16", "", "", "float16"),
-        ("neon fp16_arith", "", "", "bfloat16 float16"),
+        *(("neon bf16", "", "", "float16"), ("neon fp16_arith", "", "", "bfloat16 float16")),
     ],
 )
 def test_slow_dtypes_follow_the_processor(has: str, level: str, most: str, slow: str, pretended: Pretended) -> None:

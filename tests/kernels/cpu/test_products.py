@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +40,7 @@ def made(kind: str, weight: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
 
 @each_packed
 @pytest.mark.parametrize("shape", [(33, 100), (64, 256)])
-def test_products_and_rows_are_those_of_the_unpacked_weights(
-    kind: str, dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
+def test_products_and_rows_are_those_of_the_unpacked_weights(kind: str, dtype: torch.dtype, shape: Any) -> None:
     weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=2)
     matrix = packed(weight, LAYOUTS[kind])
     exact = matrix.unpacked(0, torch.empty(shape))
@@ -58,9 +57,7 @@ def test_products_and_rows_are_those_of_the_unpacked_weights(
 @pytest.mark.parametrize(("kind", "rows"), [("plain", 1), ("plain", 3), ("plain", 8), ("int8", 2), ("int4", 2)])
 @pytest.mark.parametrize("wide", [False, True])
 @each_gate
-def test_norm_bias_gate_and_sum_come_on_the_way(
-    kind: str, rows: int, wide: bool, gate: Gate | None, dtype: torch.dtype
-) -> None:
+def test_norm_bias_gate_and_sum_come_on_the_way(kind: str, rows: int, wide: bool, gate: Any, dtype: Any) -> None:
     """Where float32 goes in, it comes out unrounded, whatever the dtype of the weights."""
     inside = torch.float32 if wide else dtype
     x, onto = random(rows, 100, dtype=inside), random(rows, 64 if gate else 128, dtype=inside, seed=5)

@@ -101,13 +101,7 @@ OTHERS = [(name, {}) for name in lce.methods.available() if name not in dict([*A
 )
 @pytest.mark.covering("method", "serves")
 def test_one_layers_attention_serves_layers_alike(
-    method: str,
-    knobs: dict[str, object],
-    serves: bool | None,
-    kv_dtype: str,
-    alike: list[LayerJobs],
-    deep_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, knobs: Any, serves: Any, kv_dtype: str, alike: list[LayerJobs], deep_model: Path, monkeypatch: Any
 ) -> None:
     """Also where forks write beside what they share, where chunks are completed, and in the first step behind a cut."""
 
@@ -216,13 +210,7 @@ MIXES = {  # and whether one layer's attention serves others
 @pytest.mark.parametrize("methods", MIXES)
 @pytest.mark.covering("methods", "options", "n_threads")
 def test_replayed_passes_of_several_lanes_have_the_same_bits(
-    methods: str,
-    options: dict[str, Any],
-    n_threads: int,
-    replayed: list[Jobs],
-    alike: list[LayerJobs],
-    deep_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    methods: str, options: Any, n_threads: int, replayed: Any, alike: Any, deep_model: Path, monkeypatch: Any
 ) -> None:
     """Lanes come, go and change places, so that recordings of each number of lanes serve others than they were made of.
 

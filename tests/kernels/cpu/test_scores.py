@@ -42,8 +42,7 @@ def test_many_queries(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     q, keys = torch.randn(n, dim).to(dtype), torch.randn(n_keys, dim).to(dtype)
     into = torch.full((n_keys * 128,), torch.nan)
     scores = scores_of_many(q, keys, into)
-    assert scores.dtype == torch.float32
-    assert scores.data_ptr() == into.data_ptr()
+    assert (scores.dtype, scores.data_ptr()) == (torch.float32, into.data_ptr())
     torch.testing.assert_close(scores.double(), keys.double() @ q.double().T, rtol=1e-5, atol=1e-4)
     assert torch.equal(best_below_top(scores), best_below_top(scores.contiguous()))
 

@@ -128,8 +128,7 @@ def test_every_item_runs_once(n: int, least: int, seconds: float, runs: list[tup
         runs.clear()
         slices.run(0, n, (), least, 0, ())
         ends = [0, *(stop for _, stop in runs)]
-        assert [first for first, _ in runs] == ends[:-1]
-        assert ends[-1] == n
+        assert ([first for first, _ in runs], ends[-1]) == (ends[:-1], n)
         assert all(stop - first >= min(max(least, 1), n) for first, stop in runs)
 
 
