@@ -91,22 +91,16 @@ def sizes(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(rope["rope_theta"]),
-        "rope.dimension_count": dim,
-        "attention.key_length": dim,
-        "attention.value_length": dim,
+        **dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), dim),
     }
     if rope["rope_type"] in ("linear", "yarn"):
         found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-        for key, stored in (
-            ("beta_fast", "yarn_beta_fast"),
-            ("beta_slow", "yarn_beta_slow"),
-            ("attention_factor", "yarn_attn_factor"),
-            ("mscale_all_dim", "yarn_log_multiplier"),
-        ):
+        names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+        for key, stored in (names | {"mscale_all_dim": "log_multiplier"}).items():
             if rope.get(key) is not None:
-                found[f"rope.scaling.{stored}"] = float(rope[key])
+                found[f"rope.scaling.yarn_{stored}"] = float(rope[key])
     if config.model_type == "ministral3":
         found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
     if config.model_type in ("gemma3_text", "olmo3"):
@@ -120,16 +114,10 @@ def sizes(config: Any) -> dict[str, Any]:
 def vocabulary(folder: Path) -> dict[str, Any]:
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.add_bos_token": True,
-    }
+    types, merges = [3, 3] + [1] * (len(tokens) - 2), [" ".join(pair) for pair in model["merges"]]
+    found = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types, "merges": merges}
+    found |= {"bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True}
+    return {f"tokenizer.ggml.{name}": value for name, value in found.items()}
 
 
 def head_dim(config: Any) -> int:

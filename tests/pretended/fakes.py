@@ -59,15 +59,13 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
 
     fakes = {
         "_lazy_init": lambda: None,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
         "device_count": lambda: gpus.n_devices,
         "current_device": lambda: gpus.current,
         "device": device_context,
         "get_device_name": lambda given=None: "a pretended GPU",
         "mem_get_info": lambda given=None: (gpus.memory - gpus.used[index_of(given)], gpus.memory),
-        "memory_allocated": lambda given=None: gpus.used[index_of(given)],
-        "memory_reserved": lambda given=None: gpus.used[index_of(given)],
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda given=None: gpus.used[index_of(given)]),
         "max_memory_allocated": lambda given=None: gpus.peak[index_of(given)],
         "synchronize": gpus.synchronize,
         "Stream": gpus.Stream,

@@ -13,30 +13,19 @@ def listed(checkpoint: Checkpoint) -> list[tuple[str, str, int, int]]:
 
 
 def test_kinds_stand_in_the_models_order_and_the_type_with_most_bytes_first():
-    stored = {
-        "model.norm.weight": ("F32", 256),
-        "model.layers.0.input_layernorm.weight": ("F32", 256),
-        "model.layers.0.self_attn.q_norm.weight": ("F32", 64),
-        "model.layers.0.self_attn.q_proj.bias": ("F32", 256),
-        "layers.0.self_attn.v_proj.weight": ("Q4_K", 144),
-        "layers.1.self_attn.v_proj.weight": ("Q6_K", 210),
-        "layers.2.self_attn.v_proj.weight": ("Q4_K", 144),
-        "layers.0.mlp.gate_up_proj.weight": ("Q4_K", 288),
-        "lm_head.weight": ("Q8_0", 544),
-        "model.embed_tokens.weight": ("Q8_0", 544),
-        "own.weights": ("F16", 2),
-        "single": ("F16", 4),
+    stored = {"model.norm.weight": ("F32", 256), "model.layers.0.input_layernorm.weight": ("F32", 256)}
+    stored |= {
+        f"model.layers.0.self_attn.{name}": ("F32", n) for name, n in (("q_norm.weight", 64), ("q_proj.bias", 256))
     }
+    values = (("Q4_K", 144), ("Q6_K", 210), ("Q4_K", 144))
+    stored |= {f"layers.{i}.self_attn.v_proj.weight": value for i, value in enumerate(values)}
+    stored |= {"layers.0.mlp.gate_up_proj.weight": ("Q4_K", 288), "lm_head.weight": ("Q8_0", 544)}
+    stored |= {"model.embed_tokens.weight": ("Q8_0", 544), "own.weights": ("F16", 2), "single": ("F16", 4)}
     tensors = {name: TensorInfo(Path("a"), kind, (1,), 7, 7 + size) for name, (kind, size) in stored.items()}
     assert listed(Checkpoint(Path("a"), tensors)) == [
-        ("embedding", "Q8_0", 1, 544),
-        ("attention v", "Q4_K", 2, 288),
-        ("attention v", "Q6_K", 1, 210),
-        ("mlp gate and up", "Q4_K", 1, 288),
-        ("head", "Q8_0", 1, 544),
-        ("norms", "F32", 3, 576),
-        ("biases", "F32", 1, 256),
-        ("other", "F16", 2, 6),
+        *(("embedding", "Q8_0", 1, 544), ("attention v", "Q4_K", 2, 288), ("attention v", "Q6_K", 1, 210)),
+        *(("mlp gate and up", "Q4_K", 1, 288), ("head", "Q8_0", 1, 544), ("norms", "F32", 3, 576)),
+        *(("biases", "F32", 1, 256), ("other", "F16", 2, 6)),
     ]
 
 
