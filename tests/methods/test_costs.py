@@ -20,7 +20,7 @@ from lce.methods import esa, selectors
 from lce.methods.base import Method, promises_of
 from lce.methods.costs import Cost, QueryBlock, cost, paper_figures
 from lce.methods.lowdim import LowDimMap, LowDimMaps
-from tests.running import vectors
+from tests.running import as_knobs, vectors
 
 D, WINDOW, LENGTH = 8, 40, 131
 ATTENTION, SCORES, SUMMARIES, LOW_DIM, BASIS = "attention", "scores", "summaries", "low_dim", "basis"
@@ -99,14 +99,13 @@ def maps(n_heads: int, n_kv_heads: int, low_dim: int = 3) -> LowDimMaps:
     return LowDimMaps([LowDimMap(**{name: torch.randn(shape) for name, shape in sizes.items()})])
 
 
-def pages(**knobs: Any) -> Method:
-    """The method `pages`; two underscores are a dot."""
-    return lce.methods.make("pages", {name.replace("__", "."): value for name, value in knobs.items()})
+def pages(knobs: str, **more: Any) -> Method:
+    return lce.methods.make("pages", as_knobs(knobs) | more)
 
 
 def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
     own = lce.methods
-    some = {"sinks": 3, "local": 20, "top_k": 9}
+    low, some = maps(n_heads, n_kv_heads), {"sinks": 3, "local": 20, "top_k": 9}
     return {
         "full": own.Full(),
         "streaming": own.Streaming(sinks=3, local=17),
@@ -126,23 +125,17 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "longheads fixed": own.LongHeads(chunk_size=8, chunks=4, fix_head=True, placement="constant"),
         "quest": own.Quest(page=8, budget=24, dense_layers=0),
         "quest dense": own.Quest(page=8, budget=24, dense_layers=1),
-        "pages": pages(page=8, budget=40, budget__sinks=8, budget__local=16),
-        "pages constant": pages(
-            select="summary", placement="constant", page=8, budget=40, budget__local=9, share="layer"
-        ),
-        "pages dual": pages(
-            select="mean", placement="dual", page=8, budget=40, placement__chunk_size=24, share="group"
-        ),
-        "pages grouped": pages(select="representatives", placement="grouped", page=8, budget=40, select__repr_tokens=2),
-        "pages lowdim": pages(
-            select="lowdim", page=8, budget=24, select__low_dim=3, select__maps=maps(n_heads, n_kv_heads)
-        ),
-        "pages growing": pages(page=4, budget=16, budget__growth="linear", placement="constant", share="group"),
-        "pages growing side by side": pages(page=4, budget=16, budget__growth="sqrt"),
+        "pages": pages("page=8 budget=40 budget.sinks=8 budget.local=16"),
+        "pages constant": pages("select=summary placement=constant page=8 budget=40 budget.local=9 share=layer"),
+        "pages dual": pages("select=mean placement=dual page=8 budget=40 placement.chunk_size=24 share=group"),
+        "pages grouped": pages("select=representatives placement=grouped page=8 budget=40 select.repr_tokens=2"),
+        "pages lowdim": pages("select=lowdim page=8 budget=24 select.low_dim=3", **{"select.maps": low}),
+        "pages growing": pages("page=4 budget=16 budget.growth=linear placement=constant share=group"),
+        "pages growing side by side": pages("page=4 budget=16 budget.growth=sqrt"),
         "reattention": own.ReAttention(span=4, top_k=3, local=9),
         "xattention": own.XAttention(block_size=8, stride=4, top_p=1.0),
         "infllm": own.InfLLM(block_size=8, repr_tokens=2, top_k=3, sinks=3, local=20),
-        "esa": own.ESA(**some, low_dim=3, maps=maps(n_heads, n_kv_heads)),
+        "esa": own.ESA(**some, low_dim=3, maps=low),
         "esa exact": own.ESA(**some, compress="none"),
     }
 

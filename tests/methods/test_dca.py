@@ -21,9 +21,8 @@ def with_config(model: Path, folder: Path, **values: object) -> Path:
 
 def test_qwens_config_is_read(tiny_model: Path, tmp_path: Path) -> None:
     sizes = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 48}
-    folder = with_config(
-        tiny_model, tmp_path / "model", dual_chunk_attention_config=sizes, max_position_embeddings=4096
-    )
+    values = {"dual_chunk_attention_config": sizes, "max_position_embeddings": 4096}
+    folder = with_config(tiny_model, tmp_path / "model", **values)
     engine = lce.load(folder, method="dca")
     assert (engine.method, engine.window) == (DualChunk(chunk_size=32, far=40), 48)
     assert "far=40" in repr(engine)
@@ -35,9 +34,8 @@ def test_qwens_config_is_read(tiny_model: Path, tmp_path: Path) -> None:
 def test_qwens_models_are_read_as_they_are_served(size: int, kept: int, tiny_model: Path, tmp_path: Path) -> None:
     """The tables of Qwen's serving code: where queries and keys are, by their offset in a chunk of `size - kept`."""
     sizes = {"chunk_size": size, "local_size": kept, "original_max_position_embeddings": size}
-    method = lce.load(
-        with_config(tiny_model, tmp_path / "model", dual_chunk_attention_config=sizes), method="dca"
-    ).method
+    folder = with_config(tiny_model, tmp_path / "model", dual_chunk_attention_config=sizes)
+    method = lce.load(folder, method="dca").method
     length, n = size - kept, 4 * size
     successive = [min(offset + length, size) for offset in range(length)]
     inter = successive[-1]

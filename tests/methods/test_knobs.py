@@ -65,9 +65,7 @@ def test_what_is_wrong_is_said_with_the_present_name(knobs: dict[str, Any], word
 
 
 def test_values_are_no_text_in_python() -> None:
-    with pytest.raises(
-        UsageError, match=r"pages: select is 'bounds'; expected a Selector; text is for lce.methods.make"
-    ):
+    with pytest.raises(UsageError, match=r"pages: select is 'bounds'; expected a Selector; text is for lce.methods"):
         as_method(Pages(select="bounds"))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"pages: budget.tokens is the text .9.; expected int"):
         as_method(Pages(budget=Budget("9")))  # type: ignore[arg-type]

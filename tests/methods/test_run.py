@@ -70,9 +70,8 @@ def test_options_reach_the_method() -> None:
     assert (slid - truth("full", {}, [], sliding_window=20)).abs().max() <= 1e-4
     noted: list[tuple[int, tuple[int, ...]]] = []
     method = LongHeads(chunk_size=8, chunks=4)
-    lce.methods.run(
-        method, q, k, v, window=WINDOW, blocks=[100, 50], note=lambda i, chosen: noted.append((i, chosen.shape))
-    )
+    how: Any = {"window": WINDOW, "blocks": [100, 50], "note": lambda i, chosen: noted.append((i, chosen.shape))}
+    lce.methods.run(method, q, k, v, **how)
     assert noted == [(0, (4, 100, 3)), (0, (4, 50, 3))]
 
 

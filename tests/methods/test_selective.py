@@ -32,7 +32,7 @@ from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import MeanKey
 from lce.methods.step import DeviceStep
 from tests.pretended import Gpus
-from tests.running import cut, layout_for, run, vectors
+from tests.running import as_knobs, cut, layout_for, run, vectors
 
 WINDOW, SIZE = 32, 4
 
@@ -84,20 +84,15 @@ class Fewest(ByMeanKey):
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"name": "longheads", "chunk_size": 16},
-        {"name": "longheads", "chunk_size": 16, "share": "group"},
-        {"name": "longheads", "chunk_size": 16, "placement": "true"},
-        {"name": "reattention"},
-        {"name": "pages", "page": 16, "budget": 320},
-        {"name": "pages", "page": 16, "budget": 320, "placement": "true"},
+        *("longheads chunk_size=16", "longheads chunk_size=16 share=group", "longheads chunk_size=16 placement=true"),
+        *("reattention", "pages page=16 budget=320", "pages page=16 budget=320 placement=true"),
     ],
-    ids=str,
 )
 def test_a_pass_that_sees_all_has_the_same_answer_and_choice(
-    knobs: dict[str, str | int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    knobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dense attention in place of attention to every chunk, with positions stretched by YaRN, and beyond the window."""
-    method, window = make(str(knobs["name"]), {k: v for k, v in knobs.items() if k != "name"}), 320
+    method, window = make(knobs.split()[0], as_knobs(" ".join(knobs.split()[1:]))), 320
     (q, k, v), found = vectors(8, 4, 2, 3 * 128 + 100, 16), []
     yarn = RopeConfig(kind="yarn", factor=2.0)
     for rows, budgets in ((64, None), (10_000, None), (64, Budgets(100 << 10, 0, tmp_path))):
@@ -117,10 +112,8 @@ def test_a_pass_that_sees_all_has_the_same_answer_and_choice(
 def test_a_layer_that_chooses_nothing_notes_no_choice() -> None:
     """A dense layer of `quest` keeps no bounds, and a pass within its budget is dense, too."""
     q, k, v = vectors(8, 4, 2, 256, 16)
-    noted, dense = list[Tensor](), make("full")
-    out = run(
-        make("quest", {"page": 16, "budget": 320}), q, k, v, [128, 128], window=512, note=lambda _, x: noted.append(x)
-    )
+    noted, dense, quest = list[Tensor](), make("full"), make("quest", {"page": 16, "budget": 320})
+    out = run(quest, q, k, v, [128, 128], window=512, note=lambda _, x: noted.append(x))
     assert not noted
     assert (out - run(dense, q, k, v, [128, 128], window=512)).abs().max() <= 1e-5
 
