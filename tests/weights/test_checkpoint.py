@@ -299,15 +299,9 @@ def test_tensors_that_the_index_does_not_know(sharded: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        *(
-            (b"", "not valid JSON"),
-            (b"[]", "holds a list; expected a JSON object"),
-            (b"{}", "weight_map is not an object"),
-        ),
-        *(
-            (b'{"weight_map": %s}' % x, "weight_map is not an object")
-            for x in (b"{}", b'{"embed": 3}', b'["a.safetensors"]')
-        ),
+        *((b"", "not valid JSON"), (b"[]", "holds a list; expected a JSON object")),
+        *((x, "weight_map is not an object") for x in (b"{}", b'{"weight_map": {}}', b'{"weight_map": {"embed": 3}}')),
+        (b'{"weight_map": ["a.safetensors"]}', "weight_map is not an object"),
         (b'{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}', "not valid JSON: a name appears twice"),
     ],
 )
