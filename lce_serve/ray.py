@@ -152,10 +152,10 @@ def deployment(load: Load, settings: Settings, n_replicas: int, target: float = 
 
 
 class Arguments(pydantic.BaseModel, extra="forbid"):
-    """The arguments of `app`. `load` has more of `lce.load`; the rest is as in `lce serve`.
+    """The arguments of `app`. `load` has further arguments of `lce.load`; the rest is as in `lce serve`.
 
-    There are `replicas` replicas, or `min_replicas` to `max_replicas` by their queues: a new one starts when each has
-    `target` requests in the mean. Each computes with `threads` threads, and with `gpus` GPUs.
+    There are `replicas` replicas, or `min_replicas` to `max_replicas`: a new one starts when the replicas have `target`
+    requests each, on average. Each computes with `threads` threads, and with `gpus` GPUs.
     """
 
     model: str

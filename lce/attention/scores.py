@@ -55,10 +55,10 @@ def affine(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
 
 
 def dot_products(q: Tensor, vectors: Tensor, together: int = 1) -> Tensor:
-    """Return the products `[H / n, T, M]` of `q [H, T, D]` with `vectors [S, M, D]`; float32 on CUDA.
+    """Return the products `[H / n, T, M]` of `q [H, T, D]` with `vectors [S, M, D]`.
 
-    H / S neighbouring heads share vectors, and products are summed over n = `together` neighbouring heads. For few
-    queries the vectors are read once, and products are float32 on CPUs too.
+    H / S neighbouring heads share vectors, and products are summed over n = `together` neighbouring heads. The products
+    are float32 on CUDA, and for few queries, whose kernel reads each vector once; else in the dtype of `score_dtype`.
     """
     few = _scores_of_few(q, vectors, together)
     return _shared_products(q, vectors, together) if few is None else few

@@ -17,7 +17,7 @@ MOST_BLOCKS = 65_535  # the largest size of a CUDA grid along its second and thi
 class Torch(Attention):
     """The backend of PyTorch's operators.
 
-    On CUDA the flash kernels take half precision and some head dimensions; for others it is plain float32 arithmetic.
+    On CUDA the flash kernels take half precision with some head dimensions. All else there is plain float32 arithmetic.
     """
 
     name = "torch"

@@ -64,7 +64,7 @@ class Record:
 
 
 def takes(record: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
-    """Make a function of a `Record` take the record's fields as arguments. `described` ends the docstring."""
+    """Decorate a function of one `Record`, so that its arguments are the record's fields; its docstring lists them."""
 
     def decorate(work: Callable[[T], R]) -> Callable[P, R]:
         signature = inspect.signature(record)

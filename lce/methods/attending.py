@@ -102,7 +102,7 @@ def declared(method: Declaring, i: Tensor, layer: int, longest: int, sliding_win
 
 
 def block_parts(method: Declaring, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
-    """Return the indices of the block's queries (`i [T]`, or a new tensor on the host) and the queries' parts."""
+    """Return the indices of the block's queries and their parts. The indices are `i [T]`; None: made on the host."""
     i = torch.arange(step.start, step.stop, step.stride) if i is None else i
     parts = declared(method, i, layer, step.stop, step.sliding_window)
     return i, parts if step.stride == 1 else [each for part in parts for each in around_core(part, i)]

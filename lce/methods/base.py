@@ -254,9 +254,9 @@ class Method:
         raise OnDevice("decode_chosen")
 
     def bound(self, stop: int) -> int | None:
-        """Return an upper bound of the text's length, `DeviceStep.bound`, to record a step that ends at `stop` tokens.
+        """Return the `DeviceStep.bound` for a step that ends at `stop` tokens: an upper bound of the text's length.
 
-        None: the step is not recorded as a CUDA graph, because it does work that most steps do not do.
+        None: the step does work that most steps do not do, and is not recorded as a CUDA graph.
         """
         return bound_for(stop)
 

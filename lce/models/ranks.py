@@ -109,7 +109,7 @@ class Division:
 
     @cached_property
     def spans(self) -> Mapping[str, Sequence[Span]]:
-        """The runs of rows or columns that this rank has, by the words for sizes in a family's tables of weights."""
+        """The runs of rows or columns that this rank has, by the name of a size in a family's tables of weights."""
         config, dim, (first, stop) = self.config, self.config.head_dim, self.kv_heads
         group = config.n_heads // config.n_kv_heads * dim
         query, key = (first * group, stop * group), (first * dim, stop * dim)

@@ -133,7 +133,7 @@ def about(entry: Entry, setting: Setting) -> Iterable[str]:
 
 
 def line(cell: Cell) -> str:
-    """Return a cell of the entry as a line of a Markdown table with `COLUMNS`."""
+    """Return one measured number as a row of a Markdown table whose columns are `COLUMNS`."""
     span = "" if cell.low is None or cell.high is None else f"{number(cell.low)} to {number(cell.high)}"
     length, n = (f"{x:,}" if x else "" for x in (cell.length, cell.n))
     paper = "; ".join(number(x) if len(cell.paper) == 1 else f"{of} {number(x)}" for of, x in cell.paper.items())
