@@ -78,7 +78,8 @@ class Operations:
     """The work for a text of `tokens` tokens: `prefill` in blocks of `block` tokens, and `decode` of the last token.
 
     For a method that selects chunks, `decode` is the work for the last L tokens together, where L is the chunk size,
-    because only one token in L makes a summary. `paper_figures` are the costs that the method's paper states, computed for this model.
+    because only one token in L makes a summary. `paper_figures` are the costs that the method's paper states, computed
+    for this model.
     """
 
     tokens: int

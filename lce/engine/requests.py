@@ -72,9 +72,9 @@ class Request:
     """A prompt and its options, and how far a batch is with the answer. The engine's thread alone changes it.
 
     `start` is the context that the prompt continues, if any; the prompt is read into a fork of `start`. `context` is
-    what the prompt is read into, once reading begins; the first `n_before` of its tokens precede the prompt. With `reads_only`, the request ends
-    when the prompt is read. `hand_over` takes the context at the end, unless the request fails or is cancelled.
-    `threads` are the threads that call callbacks.
+    what the prompt is read into, once reading begins; the first `n_before` of its tokens precede the prompt. With
+    `reads_only`, the request ends when the prompt is read. `hand_over` takes the context at the end, unless the request
+    fails or is cancelled. `threads` are the threads that call callbacks.
     """
 
     setup: Setup

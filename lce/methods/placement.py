@@ -156,7 +156,7 @@ class DualPositions(Placement, name="dual"):
         return torch.stack((own - self.size // size, own), dim=1)
 
     def query_at(self, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three positions of queries `i [T]`: for older large chunks, for the previous one, and for their own."""
+        """Return three positions of queries `i [T]`: for older large chunks, for the previous one, for their own."""
         offset, far = i % self.size, resolved(self.far)
         return torch.full_like(i, far), (self.size + offset).clamp(max=far), offset
 
