@@ -53,8 +53,7 @@ def test_a_replaced_selection_attends_more_true_mass(called: str, knobs: dict[st
 
 
 def test_the_rest_of_the_method_stays() -> None:
-    method = make("esa", {"compress": "none", "sinks": 4, "top_k": 8, "local": 6})
-    replaced = cheating(method, "true")
+    replaced = cheating(make("esa", {"compress": "none", "sinks": 4, "top_k": 8, "local": 6}), "true")
     assert (replaced.name, replaced.sinks, replaced.top_k, replaced.local) == ("esa", 4, 8, 6)  # type: ignore[attr-defined]
     everything = {"chunk_size": 4, "chunks": N // 4 + 1}  # what chooses everything is what it was
     q, k, v = vectors(3, 4, 2, N, 8)

@@ -55,8 +55,7 @@ def test_names_of_a_stranger_are_text(tmp_path: Path) -> None:
     other = [{**each, **kinds, "engine": engine} for each in answers("quest", 1024, *at(0.5))]
     tops = [{**each, **kinds, "method": "full"} for each in CEILING]
     hostile = page([board(tmp_path, *tops, *other)], b"PNG")
-    assert Tags(hostile).found == Tags(plain).found
-    assert Tags(hostile).attributes == Tags(plain).attributes
+    assert (Tags(hostile).found, Tags(hostile).attributes) == (Tags(plain).found, Tags(plain).attributes)
     assert "script" not in Tags(hostile).found
 
 

@@ -80,8 +80,7 @@ def test_methods_are_not_tied_where_all_of_them_fail(tmp_path: Path) -> None:
     """At 4096 the best fails as `full` does. `quest` is better than `full` at each length."""
     scores = {"dca": (0.9, 0.9, 0.05), "quest": (1, 0.5, 0.5), "full": (0.1, 0, 0)}
     made = {method: dict(zip((1024, 2048, 4096), some, strict=True)) for method, some in scores.items()}
-    found = board(tmp_path, *CEILING, *shares(**made))
-    ranks = [(x.method, x.rank, x.reach) for x in found.standings]
+    ranks = [(x.method, x.rank, x.reach) for x in board(tmp_path, *CEILING, *shares(**made)).standings]
     assert ranks == [("dca", 1, 2048), ("quest", 2, 1024), ("full", 3, 0)]
 
 
@@ -123,8 +122,7 @@ def test_tasks_that_do_not_tell_methods_apart_do_not_count(tmp_path: Path) -> No
 def test_a_task_that_few_were_asked_does_not_count(tmp_path: Path) -> None:
     more = [*answers("full", 500, *at(1), task="more", ceiling=True), *answers("dca", 1024, *at(0), task="more")]
     made = shares(**{method: {1024: 0.5} for method in ENGINES})
-    found = board(tmp_path, *CEILING, *made, *more)
-    assert [table.task for table in found.counted(1024)] == ["made"]
+    assert [table.task for table in board(tmp_path, *CEILING, *made, *more).counted(1024)] == ["made"]
     only = answers("dca", 1024, *at(0.5), engine=DCA.replace("384", "128"), task="more")
     assert board(tmp_path, *CEILING, *made, *more, *only).standings[-1].rank is None, "it was not asked what counts"
 
@@ -163,8 +161,7 @@ def test_costs_are_those_at_the_length_of_the_board(tmp_path: Path) -> None:
     dca = [{**each, "prefill_s": each["prefill_s"] * 1.5, "read_bytes": 1000} for each in dca]
     found = board(tmp_path, *CEILING, *full, *dca)
     assert [(x.method, x.prefill, x.read_bytes) for x in found.standings] == [("dca", 1.5, 1000), ("full", 1.0, None)]
-    unknown = board(tmp_path, *CEILING, *dca)
-    assert [x.prefill for x in unknown.standings] == [None], "full was not asked there"
+    assert [x.prefill for x in board(tmp_path, *CEILING, *dca).standings] == [None], "full was not asked there"
 
 
 def test_no_ceiling_no_rank(tmp_path: Path) -> None:
@@ -178,7 +175,6 @@ def test_what_is_no_leaderboard_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(LceError, match="is no record"):
         read_boards(tmp_path)
-    again = {**answers("quest", 1024, 1)[0], "again": True}
-    (tmp_path / "a.jsonl").write_text(json.dumps(again) + "\n")
+    (tmp_path / "a.jsonl").write_text(json.dumps({**answers("quest", 1024, 1)[0], "again": True}) + "\n")
     with pytest.raises(LceError, match="have no answers to tasks"):
         read_boards(tmp_path)

@@ -79,8 +79,7 @@ def test_hits_are_ranks_of_scores() -> None:
             rank = min(order.index(chunk) for chunk in (10, 11))
             hit1[h] += (rank < 1) / 20
             hit5[h] += (rank < 5) / 20
-    assert found.hit1[0] == pytest.approx(hit1.tolist())
-    assert found.hit5[0] == pytest.approx(hit5.tolist())
+    assert (found.hit1[0], found.hit5[0]) == (pytest.approx(hit1.tolist()), pytest.approx(hit5.tolist()))
     assert 0 < sum(found.hit1[0]) < sum(found.hit5[0])
 
 
@@ -119,8 +118,7 @@ def test_low_dim_scores_find_a_share_of_the_best() -> None:
     """All of them with as many dimensions as keys have; fewer with fewer."""
 
     def share(low_dim: int) -> float:
-        knobs = {"compress": "pca", "low_dim": low_dim, "sinks": 4, "top_k": 8}
-        found, _ = seen(make("esa", knobs), "true")
+        found, _ = seen(make("esa", {"compress": "pca", "low_dim": low_dim, "sinks": 4, "top_k": 8}), "true")
         return found.found[0]
 
     assert share(16) >= 0.9

@@ -88,8 +88,7 @@ def test_a_record_is_resumed(
     assert len(path.read_text().splitlines()) == 2
     stops = False
     expected = run(None)
-    assert run(Record(path)) == expected
-    assert len(path.read_text().splitlines()) == 5 + 4
+    assert (run(Record(path)), len(path.read_text().splitlines())) == (expected, 5 + 4)
     monkeypatch.setattr(engine, "score", None)  # nothing is read again
     assert run(Record(path)) == expected
     other = [*IDS[:-1], 5]

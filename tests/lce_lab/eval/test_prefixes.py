@@ -54,8 +54,7 @@ def test_every_text_is_read_as_alone(tiny_model: Path, kind: dict[str, Any]) -> 
         assert torch.equal(context.logits, logits)
         assert torch.equal(engine.score(ADDED, context=context).logprobs, scores)
         seen.append(number)
-    assert sorted(seen) == list(range(len(TEXTS)))
-    assert [TEXTS[number] for number in seen] == sorted(TEXTS)
+    assert (sorted(seen), [TEXTS[number] for number in seen]) == (list(range(len(TEXTS))), sorted(TEXTS))
 
 
 @pytest.mark.parametrize(("rope", "expected"), [("none", 32 + 64 + 4 + 34 + 94 + 108 + 70 + 1), ("dynamic", None)])

@@ -38,8 +38,7 @@ def test_with_time_every_method_reads_the_same_texts(monkeypatch: pytest.MonkeyP
     told: list[tuple[int, int]] = []
     Clock(monkeypatch, lambda name, n_tokens: 1.0)
     found = recommend("demo", seconds=8.0, task="passkey", candidates=SOME, progress=lambda *done: told.append(done))
-    assert found.left == []
-    assert len({(probe.length, len(probe.values)) for probe in found.probes}) == 1
+    assert (found.left, len({(probe.length, len(probe.values)) for probe in found.probes})) == ([], 1)
     scores = [(-probe.score.mean, probe.score.read_bytes or 0) for probe in found.probes]
     assert scores == sorted(scores)
     assert found.ceiling.score.mean > 0.9, "the demo model finds pass keys within its window"
@@ -70,8 +69,7 @@ def test_the_time_affords_a_length_and_rounds(
 def test_a_turn_that_does_not_fit_is_not_begun(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, lambda name, n_tokens: 1.0 if name == "full" else 10.0)
     found = recommend(str(tiny_model), seconds=25.0, length=300, task="code", candidates=CANDIDATES, window=256)
-    asked = sorted((CANDIDATES.index(each.choice), each.length) for each in found.probes)
-    assert asked == [(0, 300), (1, 300)]
+    assert sorted((CANDIDATES.index(each.choice), each.length) for each in found.probes) == [(0, 300), (1, 300)]
     assert (list(found.left), clock.now) == (list(CANDIDATES[2:]), 21.0)
 
 

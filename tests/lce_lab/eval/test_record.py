@@ -43,11 +43,9 @@ def test_an_answer_to_another_prompt_is_not_given(tmp_path: Path) -> None:
 def test_a_line_cut_anywhere_is_overwritten_and_others_stay(cut: int, tmp_path: Path) -> None:
     file = tmp_path / "answers"
     file.write_text(LINE + LINE.replace("1", "2")[:cut])
-    record = Record(file)
-    record.add({**SAMPLE, "index": 3}, Answer(False))
+    Record(file).add({**SAMPLE, "index": 3}, Answer(False))
     first, second = file.read_text().splitlines(keepends=True)
-    assert first == LINE
-    assert json.loads(second)["index"] == 3
+    assert (first, json.loads(second)["index"]) == (LINE, 3)
 
 
 DAMAGED = ["", "{}", "some notes", "\ud800", '{"task": ', '{"task": "t"}', '{"task": "t", "nll": 1, "tokens": "x"}']

@@ -93,8 +93,7 @@ def test_a_line_tells_what_was_asked_of_whom(engine: lce.Engine, tmp_path: Path)
     about = {"checkpoint": "tiny"}
     evaluate(engine, made(1, 1), setting=SETTING, record=Record(tmp_path / "record"), about=about)
     (line,) = lines(tmp_path / "record")
-    knobs = line.pop("knobs")
-    assert knobs["chunk_size"] == 8
+    assert line.pop("knobs")["chunk_size"] == 8
     expected = {"task": "made", "seed": 0, "index": 0, "method": "longheads", "window": 64}
     expected |= {"checkpoint": "tiny", "version": lce.__version__}
     assert {name: line[name] for name in expected} == expected
@@ -107,8 +106,7 @@ def test_every_mode_gives_full_attention_the_same_answers(tiny_model: Path) -> N
     """But for turns after the first, whose context has the answers before."""
     engine = lce.load(tiny_model)
     asked = [[x.answer for x in replies(engine, made(), mode=mode)] for mode in ("single", "shared", "turns")]
-    assert asked[0] == asked[1]
-    assert asked[0][::2] == asked[2][::2]
+    assert (asked[0], asked[0][::2]) == (asked[1], asked[2][::2])
     assert asked[0][1::2] != asked[2][1::2]
 
 

@@ -36,8 +36,7 @@ def test_what_finds_the_fact_answers(model: str) -> None:
     found = measure(model, right, samples, length=202, progress=lambda *said: told.append(said))
     assert (found.method, found.length, found.samples, found.queries) == ("oracle", 202, 2, 2)
     assert (found.right, found.hit1, found.hit5, found.fact) == (1.0, 1.0, 1.0, 1.0)
-    assert found.recall == pytest.approx(1.0, abs=1e-4)
-    assert found.tokens == 3 * 8 + 202 % 8 + 1
+    assert (found.recall, found.tokens) == (pytest.approx(1.0, abs=1e-4), 3 * 8 + 202 % 8 + 1)
     assert told == [(1, 2), (2, 2)]
     wrong = measure(model, make("longheads", {"chunk_size": 8, "chunks": 4, "rank": "last"}), samples, length=202)
     assert (wrong.right, wrong.hit1, wrong.fact) == (0.0, 0.0, 0.0)
@@ -70,8 +69,7 @@ def test_a_text_is_not_measured_again(model: str, tmp_path: Path) -> None:
     method, path = make("streaming", {"sinks": 2, "local": 10}), tmp_path / "record"
     for queries, n_lines in ((5, 1), (5, 1), (6, 2)):
         found = measure_text(model, method, DOCUMENT, length=101, queries=queries, record=Record(path))
-        assert found.queries == queries
-        assert len(path.read_text().splitlines()) == n_lines
+        assert (found.queries, len(path.read_text().splitlines())) == (queries, n_lines)
 
 
 def test_what_was_measured_is_not_measured_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +129,7 @@ def test_facts_are_spans_of_tokens(model: str) -> None:
     engine = lce.load(model)
     sample = Sample("~~ 12 ~~ 345", " ?", ("12",), facts=("12", "345", "absent"))
     ids = engine.tokenizer.encode(sample.prompt)
-    spans = fact_spans(engine, sample)
-    assert [engine.tokenizer.decode(ids[a:b]).strip() for a, b in spans] == ["12", "345"]
+    assert [engine.tokenizer.decode(ids[a:b]).strip() for a, b in fact_spans(engine, sample)] == ["12", "345"]
 
 
 def test_the_span_of_a_fact_begins_with_its_first_word() -> None:

@@ -113,8 +113,7 @@ def test_hit_rates_have_intervals_for_a_verdict(tiny_model: Path) -> None:
         return cell
 
     base = hit(0.2, 0.1, 0.3)
-    assert (base.low, base.high) == (0.1, 0.3)
-    assert verdict(1, hit(0.9, 0.8, 0.95), base) == "same direction"
+    assert (base.low, base.high, verdict(1, hit(0.9, 0.8, 0.95), base)) == (0.1, 0.3, "same direction")
     assert verdict(1, hit(0.9), base) == "cannot tell"
 
 
@@ -182,8 +181,7 @@ def test_rows_that_scale_rope_have_a_command_a_length(tiny_model: Path) -> None:
         made.format("160", tiny_model, "full --rope linear --rope-factor 2.5"),
     ]
     assert all("--longest 160" in command for command in Perplexity().commands(SCALED, [64, 160], setting))
-    fixed = Row("fixed", "full", rope="yarn", factor=4.0)
-    (command,) = ENTRY.measures[0].commands(fixed, [64, 160], setting)
+    (command,) = ENTRY.measures[0].commands(Row("fixed", "full", rope="yarn", factor=4.0), [64, 160], setting)
     assert command == made.format("64,160", tiny_model, "full --rope yarn --rope-factor 4.0")
 
 
@@ -239,8 +237,7 @@ def test_a_record_is_resumed(tiny_model: Path, tmp_path: Path) -> None:
     args = ("dca:figure4", tiny_model, "--lengths", "300", "--record", tmp_path / "answers")
     first = reproduced(*args)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert set(files) == {"answers", "answers.perplexity"}
-    assert reproduced(*args) == first
+    assert (set(files), reproduced(*args)) == ({"answers", "answers.perplexity"}, first)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 

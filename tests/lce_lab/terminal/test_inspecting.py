@@ -22,8 +22,7 @@ def test_a_page_and_its_recording(tiny_model: Path, tmp_path: Path) -> None:
     result = ran(*args, "--out", page, "--json", recording)
     assert result.stdout == ""
     found = json.loads(recording.read_text())
-    inside = page.read_text().partition('id="lce-recording">')[2].partition("</script>")[0]
-    assert json.loads(inside) == found
+    assert json.loads(page.read_text().partition('id="lce-recording">')[2].partition("</script>")[0]) == found
     labels = [run["label"] for run in found["runs"]]
     assert labels == ["longheads(chunk_size=4, chunks=4)", "dca(chunk_size=48, far=63)"]
     assert len(found["marks"]) == 9
@@ -107,8 +106,7 @@ def test_hits_of_marked_text(tiny_model: Path) -> None:
         ranks = [row["marked"][0][2] for row in rows]
         assert (hit["hit1"], hit["hit5"]) == (sum(r < 1 for r in ranks) / 12, sum(r < 5 for r in ranks) / 12)
     last = run(*args).stdout.splitlines()[-1]
-    where = f"'quick brown' at tokens {mark['start']} to {mark['stop'] - 1}, layer 1: attended by "
-    assert last.startswith(where)
+    assert last.startswith(f"'quick brown' at tokens {mark['start']} to {mark['stop'] - 1}, layer 1: attended by ")
     assert re.search(r"true attention 0\.\d{4}, hit1 \d+%, hit5 \d+%$", last)
     assert_error(run(*args[:-4], "--mark", "slow"), 2, "the mark 'slow' is not in the prompt")
 

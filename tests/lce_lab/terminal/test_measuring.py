@@ -22,8 +22,7 @@ def asked(tiny_model: Path) -> tuple[str, ...]:
 def test_selection_as_a_table_and_as_json(asked: tuple[str, ...]) -> None:
     head, longheads, *layers = ran("eval", "selection", *asked, "--by-layer", "--quiet").stdout.splitlines()
     assert head.split()[:4] == ["method", "length", "tokens", "reads"]
-    assert longheads.split()[:2] == ["longheads", "300"]
-    assert len(longheads) == len(head)
+    assert (longheads.split()[:2], len(longheads)) == (["longheads", "300"], len(head))
     assert layers[0].startswith("  layer 0: recall 0.")
     assert layers[2].split()[0] == "full"
     assert layers[2].split()[5:9] == ["100%", "1.00", "-", "-"], "everything is read, and nothing chosen"
@@ -43,8 +42,7 @@ def test_selection_of_a_text(tiny_model: Path, tmp_path: Path) -> None:
 def test_causes_as_a_table_and_as_json(tiny_model: Path) -> None:
     args = ("eval", "why", "--model", tiny_model, *SMALL[2:], "--method", "longheads", *TEXTS, "--quiet")
     head, row, verdict, itself, *_ = ran(*args, "--each").stdout.splitlines()
-    assert head.split() == ["method", "task", "length", *CAUSES]
-    assert sum(map(int, row.split()[3:])) == 1
+    assert (head.split(), sum(map(int, row.split()[3:]))) == (["method", "task", "length", *CAUSES], 1)
     assert verdict.startswith("  sample 0 at depth 0.")
     assert itself.startswith("    itself: ")
     found = json.loads(run(*args, "--json").stdout)[0]
@@ -69,8 +67,7 @@ def test_windows_as_a_table_and_as_json(tiny_model: Path, tmp_path: Path) -> Non
     methods = ("--method", "full,longheads", "--lengths", "32,128", "--windows", "3")
     table = ran(*args, *methods)
     lines = table.stdout.splitlines()
-    assert len(lines) == 5 + 1 + 4
-    assert lines[-4] == "| method | 32 | 128 |"
+    assert (len(lines), lines[-4]) == (5 + 1 + 4, "| method | 32 | 128 |")
     assert [line for line in table.stderr.splitlines() if "128 tokens are more than the 64" in line]
     found = json.loads(run(*args, *methods, "--json").stdout)
     assert [(each["method"], each["length"], each["tokens"]) for each in found] == [

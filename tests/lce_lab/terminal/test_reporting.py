@@ -74,8 +74,7 @@ def test_what_why_asked_again_does_not_stand_beside_tasks(tmp_path: Path) -> Non
     """Each change is a method, asked what another one missed: a column that says nothing of the others' tasks."""
     asked = [line(i, task=task) for task in ("made", "other") for i in range(2)]
     again = line(0, 0.0, document=0, again=[1], engine=QUEST, method="quest")
-    output = run("eval", "report", file(tmp_path / "record", *asked, again)).stdout
-    first, *others = output.split("\n## ")
+    first, *others = run("eval", "report", file(tmp_path / "record", *asked, again)).stdout.split("\n## ")
     assert first.splitlines()[0] == "## 2 tasks at 512 tokens: tiny abcdef01"
     assert "quest" not in first
     assert others[-1].startswith("made, asked again by lce eval why: ")

@@ -30,8 +30,7 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
     assert "in 2 samples at 2" in word
     assert "scores beyond it say little; ask another --task" in word
     lines = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
-    assert len(lines) == 2 * 2 * 3
-    assert {line["checkpoint"] for line in lines} == {"demo"}
+    assert (len(lines), {line["checkpoint"] for line in lines}) == (2 * 2 * 3, {"demo"})
     cells = json.loads(run(*args, "--record", tmp_path / "record", "--json").stdout)
     assert [cell["ceiling"] for cell in cells] == [True, False, False] * 2
     assert [cell.get("discriminates") for cell in cells] == [None, False, False, None, False, False]
@@ -44,8 +43,7 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
 
 def test_lengths_within_the_window_have_ceilings_of_their_own(tmp_path: Path) -> None:
     args = (*RUN, "--method", "longheads,dca", "--lengths", "240,120,500", "--record", tmp_path / "record")
-    cells = json.loads(run(*args, "--json").stdout)
-    *own, beyond = [cell["length"] for cell in cells if cell["ceiling"]]
+    *own, beyond = [cell["length"] for cell in json.loads(run(*args, "--json").stdout) if cell["ceiling"]]
     assert own == [120, 240]
     assert 240 < beyond <= 256
     shown = run("eval", "report", tmp_path / "record").stdout
@@ -64,8 +62,7 @@ def test_a_run_names_the_time_left_over_all_cells(tmp_path: Path, monkeypatch: p
     steps["code, dca"] = (1500, 1750)
     expected = [f"{cell} at 250: {done:,} of 2,000," for cell, some in steps.items() for done in some]
     assert [" ".join(line.split()[:-1]) for line in said] == expected
-    again = run(*RUN[:-1], *args, "--lengths", "250,200").stderr
-    assert "code, dca at 200: 1,400 of 1,600, " in again
+    assert "code, dca at 200: 1,400 of 1,600, " in run(*RUN[:-1], *args, "--lengths", "250,200").stderr
 
 
 def test_two_shards_make_the_report_of_one_run(tmp_path: Path) -> None:
@@ -97,8 +94,7 @@ def test_eval_run_refuses_what_it_cannot_use_before_it_prints(tmp_path: Path) ->
 def test_eval_tasks_lists_them_with_their_knobs() -> None:
     listed = json.loads(run("eval", "tasks", "--json").stdout)
     assert [task["name"] for task in listed] == list(TASKS)
-    variables = next(task for task in listed if task["name"] == "variables")
-    assert variables["knobs"] == {"hops": 2, "chains": 2}
+    assert next(task for task in listed if task["name"] == "variables")["knobs"] == {"hops": 2, "chains": 2}
     text = run("eval", "tasks").stdout
     assert "metric recall; hidden in a filler; hops=2 chains=2" in text
     assert all(f"{task['summary']}" in text for task in listed)
@@ -140,8 +136,7 @@ def test_a_run_resumes_is_shared_out_and_scores_what_it_wrote(tiny_model: Path, 
     halves = [tmp_path / f"half{i}.jsonl" for i in (0, 1)]
     for i, half in enumerate(halves):
         ran(*args, "--record", half, "--shard", f"{i}/2")
-    merged = b"".join(half.read_bytes() for half in halves)
-    assert sorted(merged.splitlines()) == sorted(before.splitlines())
+    assert sorted(b"".join(half.read_bytes() for half in halves).splitlines()) == sorted(before.splitlines())
 
     scored = json.loads(run("eval", "score", kept / "streaming", "--suite", "longbench", "--json").stdout)
     own = {x["task"]: x["score"] for x in found if x["method"] == "streaming"}

@@ -148,8 +148,7 @@ def test_counting_stars_reads_what_was_corrected(tmp_path: Path) -> None:
     (sample,) = read(tmp_path, "counting-stars", "reasoning_en")
     assert sample.answers == ("5/6", "9/8")
     own, task = find("counting-stars"), find("counting-stars").task("reasoning_en")
-    known = list(range(1, 33))
-    (published,) = _reread(own, task, {"answer": "", "reference_counting_results": known})
+    (published,) = _reread(own, task, {"answer": "", "reference_counting_results": list(range(1, 33))})
     assert published.answers[:2] == ("1/16", "2/116")
     with pytest.raises(DataError, match="does not tell the counts that are corrected"):
         list(_reread(own, task, {"answer": "", "reference_counting_results": [5, 9]}))

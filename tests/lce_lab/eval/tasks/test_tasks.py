@@ -187,6 +187,5 @@ class Numbers(MadeTask):
 def test_as_many_statements_as_fit_where_they_become_longer_with_their_number():
     for length, expected in ((150, 74), (300, 100), (500, 100), (650, 107)):
         (sample,) = samples(Numbers(), length=length, n=1, seed=0, count=words)
-        n = sample.document.count(" is")
-        assert expected - 3 <= n <= expected, length
+        assert expected - 3 <= sample.document.count(" is") <= expected, length
         assert words(sample.prompt) <= length
