@@ -109,9 +109,7 @@ def test_scores(metric: str, prediction: str, references: tuple[str, ...], score
         ("jieba", "rouge_l_zh", "我来到北京", ("我来到上海",), 2 / 3),
     ],
 )
-def test_scores_of_libraries(
-    library: str, metric: str, prediction: str, references: tuple[str, ...], score: float
-) -> None:
+def test_libraries(library: str, metric: str, prediction: str, references: tuple[str, ...], score: float) -> None:
     pytest.importorskip(library)
     check(metric, prediction, references, score)
 

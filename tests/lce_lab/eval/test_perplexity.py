@@ -68,11 +68,8 @@ def test_a_stream_is_the_whole_text_by_position(engine: lce.Engine) -> None:
     assert found[0].samples == 2 * 3  # runs up to 30, 60 and 64
 
 
-def test_a_record_is_resumed(
-    engine: lce.Engine, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumes(engine: lce.Engine, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after two windows: the others are read when it goes on, and the figures are those of one run."""
-
     path, stops = tmp_path / "losses.jsonl", True
 
     def tell(done: int, total: int) -> None:

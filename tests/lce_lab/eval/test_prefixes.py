@@ -46,8 +46,7 @@ def alone(engine: lce.Engine, text: list[int]) -> tuple[Tensor, Tensor]:
 def test_every_text_is_read_as_alone(tiny_model: Path, kind: dict[str, Any]) -> None:
     if "kv_device_budget" in kind:
         kind = {**kind, "spill_dir": tiny_model.parent}
-    engine = lce.load(tiny_model, block=BLOCK, **kind)
-    seen = []
+    engine, seen = lce.load(tiny_model, block=BLOCK, **kind), []
     for number, context in read_all(engine, TEXTS, [len(text) + len(ADDED) for text in TEXTS]):
         logits, scores = alone(engine, TEXTS[number])
         assert context.token_ids == TEXTS[number]
@@ -58,12 +57,9 @@ def test_every_text_is_read_as_alone(tiny_model: Path, kind: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(("rope", "expected"), [("none", 32 + 64 + 4 + 34 + 94 + 108 + 70 + 1), ("dynamic", None)])
-def test_what_texts_have_in_common_is_read_once(
-    tiny_model: Path, rope: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefixes(tiny_model: Path, rope: str, expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model, block=BLOCK, rope=rope, rope_factor=None if rope == "none" else 2.0)
-    read = []
-    append = running.append
+    read, append = [], running.append
     monkeypatch.setattr(
         running, "append", lambda setup, context, ids, *a: read.append(len(ids)) or append(setup, context, ids, *a)
     )

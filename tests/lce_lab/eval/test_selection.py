@@ -31,8 +31,7 @@ def samples(_: object) -> list[Sample]:
 
 def test_what_finds_the_fact_answers(model: str) -> None:
     """The question's one query has all its attention on the fact, 150 tokens away."""
-    told = []
-    right = make("oracle", {"chunk_size": 8, "chunks": 4})
+    told, right = [], make("oracle", {"chunk_size": 8, "chunks": 4})
     found = measure(model, right, samples, length=202, progress=lambda *said: told.append(said))
     assert (found.method, found.length, found.samples, found.queries) == ("oracle", 202, 2, 2)
     assert (found.right, found.hit1, found.hit5, found.fact) == (1.0, 1.0, 1.0, 1.0)
@@ -133,8 +132,7 @@ def test_facts_are_spans_of_tokens(model: str) -> None:
 
 
 def test_the_span_of_a_fact_begins_with_its_first_word() -> None:
-    engine = lce.load("demo")
-    fact = "The pass key is 12345."
+    engine, fact = lce.load("demo"), "The pass key is 12345."
     sample = Sample(f"One is two. {fact}", " What is it?", ("12345",), facts=(fact,))
     (span,) = fact_spans(engine, sample)
     assert engine.tokenizer.decode(engine.tokenizer.encode(sample.prompt)[slice(*span)]).strip() == fact

@@ -61,8 +61,7 @@ def test_known_causes(
 
 
 def test_answers_are_not_asked_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "answers"
-    method = make("longheads", {"chunk_size": 8, "chunks": 3})
+    path, method = tmp_path / "answers", make("longheads", {"chunk_size": 8, "chunks": 3})
     both = [*asked(text(2, "7", 190))(None), *asked(FAR)(None)]
     told: list[tuple[str, int, int]] = []
     first = explain(model, method, lambda _: both, length=202, record=Record(path), progress=lambda *t: told.append(t))
@@ -83,8 +82,7 @@ def test_a_shared_document_is_read_once(model: str, tmp_path: Path, monkeypatch:
     """Two questions of one document, one of which is of another kind."""
     made = [Sample(FAR, "?", (answer,), answer=answer, kind=kind) for answer, kind in (("7", "keys"), ("4", "pairs"))]
     method, read = make("longheads", {"chunk_size": 8, "chunks": 3}), list[int]()
-    alone = explain(model, method, lambda _: made, length=202)
-    prefill = lce.Engine.prefill
+    alone, prefill = explain(model, method, lambda _: made, length=202), lce.Engine.prefill
     monkeypatch.setattr(lce.Engine, "prefill", lambda self, ids, **how: read.append(1) or prefill(self, ids, **how))
     how: dict[str, Any] = {"length": 202, "asking": Asking("shared"), "record": Record(tmp_path / "answers")}
     shared = explain(model, method, lambda _: made, **how)

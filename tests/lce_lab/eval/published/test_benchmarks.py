@@ -191,8 +191,7 @@ def test_a_missing_file_says_what_goes_where(tmp_path: Path, benchmark: Benchmar
     with pytest.raises(DataError) as other:
         list(benchmark.read(tmp_path, benchmark.tasks[0], "", Letters()))
     for message in (str(one.value), str(other.value)):
-        assert benchmark.layout in message
-        assert benchmark.data in message
+        assert all(x in message for x in (benchmark.layout, benchmark.data))
 
 
 def test_two_files_of_one_task_are_refused(tmp_path: Path) -> None:
