@@ -122,7 +122,8 @@ def found(name: str, knobs: dict[str, Any], judge: Judge, monkeypatch: pytest.Mo
 def test_equals_the_definition(name: str, knobs: dict[str, Any], judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = vectors(5, 4, 2, LENGTH, 8)
     truth = oracle.true_mass(q, k, oracle.Setting(SHORT), judge)
-    out, start = truth @ v.double().repeat_interleave(2, 0), 0
+    out = truth @ v.double().repeat_interleave(2, 0)
+    start = 0
     for weights, chunks, outs, tokens in found(name, knobs, judge, monkeypatch):
         stop = start + weights.shape[1]
         expected = truth[:, start:stop, :stop]

@@ -30,8 +30,7 @@ def test_every_method_and_length(tiny_model: Path) -> None:
     assert told == [(done, 12) for done in range(13)]
     rows = [(length, name) for length in (16, 40) for name in ("full", "longheads")]
     assert [(row.length, row.method) for row in report.rows] == rows
-    assert report.ceilings == Ceilings(1e9, 3e9, {"float32": 2e12}, 40)
-    assert report.methods["longheads"] == repr(method)
+    assert (report.ceilings, report.methods["longheads"]) == (Ceilings(1e9, 3e9, {"float32": 2e12}, 40), repr(method))
     assert (report.dtype, report.window, report.repeats, report.new_tokens) == ("float32", 64, 2, 3)
     for row in report.rows:
         assert row.weight_bytes == 4 * (2 * WEIGHTS + 5 * NORMS + VOCAB * 64 + 64)  # and a row of the embedding

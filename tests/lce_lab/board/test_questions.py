@@ -42,8 +42,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_the_usual_lengths_leave_out_one_that_is_too_short() -> None:
     engine, suite = lce.load("demo"), StandardSuite()
     assert suite.usual_lengths(engine) == [480, 1024, 2048]
-    assert suite.ceiling_lengths(engine, TASK, [100, 9999]) == [480]
-    assert suite.setting(TASK, 480)["questions"] == 40
+    assert (suite.ceiling_lengths(engine, TASK, [100, 9999]), suite.setting(TASK, 480)["questions"]) == ([480], 40)
 
 
 def test_scaling_without_a_factor_fits_each_length_beyond_the_window() -> None:

@@ -101,8 +101,7 @@ def test_the_order_of_files_and_lines_changes_nothing(tmp_path: Path) -> None:
         rng.shuffle(lines)
         cut = rng.randrange(len(lines))
         file(folder / "b.jsonl", *lines[cut:], *lines[:3])  # some lines twice
-        assert board(folder, *lines[:cut]).standings == whole.standings
-        assert read_boards(folder)[0].model == whole.model
+        assert (board(folder, *lines[:cut]).standings, read_boards(folder)[0].model) == (whole.standings, whole.model)
 
 
 def test_tasks_that_do_not_tell_methods_apart_do_not_count(tmp_path: Path) -> None:

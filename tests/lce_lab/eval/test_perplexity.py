@@ -43,8 +43,7 @@ def test_windows_are_a_slow_loop_over_transformers(tmp_path: Path, scored: str) 
         for i in range(60 if scored == "last" else 1, 100):
             total, n = total - float(logprobs[i - 1, window[i]]), n + 1
     found = windows(lce.load(tmp_path, dtype="float32"), [IDS], length=100, stride=40, scored=scored)
-    assert (found.samples, found.tokens) == (6, n)
-    assert found.perplexity == pytest.approx(math.exp(total / n), rel=1e-4)
+    assert (found.samples, found.tokens, found.perplexity) == (6, n, pytest.approx(math.exp(total / n), rel=1e-4))
 
 
 def test_windows_of_all_lengths_end_at_the_same_tokens(engine: lce.Engine) -> None:
@@ -63,8 +62,7 @@ def test_a_stream_is_the_whole_text_by_position(engine: lce.Engine) -> None:
     nll = [slow(engine, text[:200], 1) for text in texts]
     for each in found:
         part = [x for text in nll for x in text[max(0, each.first - 1) : each.length - 1]]
-        assert each.tokens == len(part)
-        assert math.log(each.perplexity) == pytest.approx(sum(part) / len(part), abs=1e-5)
+        assert (each.tokens, math.log(each.perplexity)) == (len(part), pytest.approx(sum(part) / len(part), abs=1e-5))
     assert found[0].samples == 2 * 3  # runs up to 30, 60 and 64
 
 

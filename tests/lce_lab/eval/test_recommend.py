@@ -50,9 +50,12 @@ def test_with_time_every_method_reads_the_same_texts(monkeypatch: pytest.MonkeyP
     ("seconds", "length", "rounds"),
     [(100.0, 384, 6), (17.0, 384, 1), (16.0, 352, 1), (13.0, 320, 1), (12.0, 288, 1), (9.0, 288, 0)],
 )
-def test_affords(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, length: int, rounds: int) -> None:
+def test_the_time_affords_a_length_and_rounds(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, length: int, rounds: int
+) -> None:
     """A text of 128 tokens takes a second. Three methods take turns in whole rounds, behind one text of each."""
-    clock, some = Clock(monkeypatch, lambda name, n_tokens: (n_tokens / 128) ** 1.5), CANDIDATES[:3]
+    clock = Clock(monkeypatch, lambda name, n_tokens: (n_tokens / 128) ** 1.5)
+    some = CANDIDATES[:3]
     found = recommend(str(tiny_model), seconds=seconds, task="code", candidates=some, window=256)
     assert {n_tokens for name, n_tokens in clock.asked if name != "full"} == {length}
     assert clock.asked[0] == ("full", 128)

@@ -31,7 +31,8 @@ LINE = json.dumps({**SAMPLE, "right": True}) + "\n"
 
 
 def test_an_answer_to_another_prompt_is_not_given(tmp_path: Path) -> None:
-    file, answer = tmp_path / "answers", Answer(True, text_hash("the prompt"), "x", "\x00 \ud800 y")
+    file = tmp_path / "answers"
+    answer = Answer(True, text_hash("the prompt"), "x", "\x00 \ud800 y")
     Record(file).add(SAMPLE, answer)
     assert Record(file).get(SAMPLE, "the prompt") == answer
     assert Record(file).get(SAMPLE, "another prompt") is None

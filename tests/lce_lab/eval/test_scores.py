@@ -28,7 +28,8 @@ def test_other_scores_are_drawn_again_by_document_whatever_their_order() -> None
     """The bootstrap's interval is about that of a normal distribution; questions of one document are drawn together."""
     scores = [i / 199 for i in range(200)]
     made = [answer(score, i) for i, score in enumerate(scores)]
-    found, deviation = Score.of(made), (sum((x - 0.5) ** 2 for x in scores) / 200 / 200) ** 0.5
+    found = Score.of(made)
+    deviation = (sum((x - 0.5) ** 2 for x in scores) / 200 / 200) ** 0.5
     assert found.interval == "bootstrap"
     assert (found.low, found.high) == pytest.approx((0.5 - 1.96 * deviation, 0.5 + 1.96 * deviation), abs=0.005)
     assert Score.of(made[::-1]) == found

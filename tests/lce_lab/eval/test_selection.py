@@ -35,8 +35,7 @@ def test_what_finds_the_fact_answers(model: str) -> None:
     found = measure(model, right, samples, length=202, progress=lambda *said: told.append(said))
     assert (found.method, found.length, found.samples, found.queries) == ("oracle", 202, 2, 2)
     assert (found.right, found.hit1, found.hit5, found.fact) == (1.0, 1.0, 1.0, 1.0)
-    assert (found.recall, found.tokens) == (pytest.approx(1.0, abs=1e-4), 3 * 8 + 202 % 8 + 1)
-    assert told == [(1, 2), (2, 2)]
+    assert (found.recall, found.tokens, told) == (pytest.approx(1.0, abs=1e-4), 3 * 8 + 202 % 8 + 1, [(1, 2), (2, 2)])
     wrong = measure(model, make("longheads", {"chunk_size": 8, "chunks": 4, "rank": "last"}), samples, length=202)
     assert (wrong.right, wrong.hit1, wrong.fact) == (0.0, 0.0, 0.0)
     assert wrong.recall <= 1e-3
@@ -99,8 +98,7 @@ def test_means_are_by_layer_and_head() -> None:
     )
     other = Attended(recall=[[0.5, 0.0], [1.0, 1.0]], read_bytes=4.0, hit1=[[], [0.0, 1.0]], found=[0.7, 0.8], **ours)
     both = Selection.of("esa", 100, [first, other], "true", "own")
-    assert both.by_layer["recall"] == [[0.5, 0.5], [0.5, 0.5]]
-    assert both.by_layer["hit1"] == [[1.0, 0.0], [0.5, 1.0]]
+    assert (both.by_layer["recall"], both.by_layer["hit1"]) == ([[0.5, 0.5], [0.5, 0.5]], [[1.0, 0.0], [0.5, 1.0]])
     assert both.by_layer["found"] == [[pytest.approx(0.6)], [0.9]]
     assert (both.recall, both.hit1, both.found, both.read_bytes) == (0.5, 0.625, pytest.approx(0.75), 3.0)
     assert (both.queries, both.samples, both.right, both.hit5, both.cover) == (2, 2, None, None, None)
@@ -125,8 +123,7 @@ def test_means_over_texts_have_intervals() -> None:
 
 
 def test_facts_are_spans_of_tokens(model: str) -> None:
-    engine = lce.load(model)
-    sample = Sample("~~ 12 ~~ 345", " ?", ("12",), facts=("12", "345", "absent"))
+    engine, sample = lce.load(model), Sample("~~ 12 ~~ 345", " ?", ("12",), facts=("12", "345", "absent"))
     ids = engine.tokenizer.encode(sample.prompt)
     assert [engine.tokenizer.decode(ids[a:b]).strip() for a, b in fact_spans(engine, sample)] == ["12", "345"]
 

@@ -21,22 +21,18 @@ def test_eval_report_as_markdown_and_as_json(tmp_path: Path) -> None:
     ceiling = [line(i, length=500, ceiling=True) for i in range(20)]
     path = file(tmp_path / "record", *made, *ceiling)
     assert run("eval", "report", path).stdout == (
-        "## made: tiny abcdef01\n"
-        "\n"
+        "## made: tiny abcdef01\n\n"
         "| method | 512 | 1,024 | holds to |\n"
         "| --- | ---: | ---: | ---: |\n"
         "| `quest` | 0.50 (0.15–0.85) | 0.50 (0.15–0.85) | - |\n"
-        "| ceiling: `full` at 500 | 1.00 (0.84–1.00) |  |  |\n"
-        "\n"
+        "| ceiling: `full` at 500 | 1.00 (0.84–1.00) |  |  |\n\n"
         "| read by a decode step | 512 | 1,024 |\n"
         "| --- | ---: | ---: |\n"
-        "| `quest` | 512.0 KiB | 1.0 MiB |\n"
-        "\n"
+        "| `quest` | 512.0 KiB | 1.0 MiB |\n\n"
         "| `quest`: depth | 512 | 1,024 |\n"
         "| --- | ---: | ---: |\n"
         "| 0% | 0.50 | 0.50 |\n"
-        "| 50% | 0.50 | 0.50 |\n"
-        "\n"
+        "| 50% | 0.50 | 0.50 |\n\n"
         "- 4 samples a cell; 95% intervals (Wilson).\n"
         "- A method holds to the longest length up to which it has 90% of the ceiling's score.\n"
     )
@@ -59,8 +55,7 @@ def test_several_tasks_stand_side_by_side(tmp_path: Path) -> None:
     ]
     table = run("eval", "report", file(tmp_path / "record", *lines)).stdout.partition("\n\n## ")[0]
     assert table == (
-        "## 3 tasks at 512 tokens: tiny abcdef01\n"
-        "\n"
+        "## 3 tasks at 512 tokens: tiny abcdef01\n\n"
         "| task | `full` within the window | `full` | `quest` |\n"
         "| --- | ---: | ---: | ---: |\n"
         "| `made` | 1.00 | 1.00 | 0.00 |\n"
@@ -119,15 +114,13 @@ def test_eval_report_of_selections(tmp_path: Path) -> None:
     lines = [look(i, n / 10, length=512 * n, engine=engine(n), read_bytes=n << 20) for i in (0, 1) for n in (4, 8)]
     record, answers = file(tmp_path / "looks.jsonl", *lines), file(tmp_path / "answers.jsonl", line(0))
     assert ran("eval", "report", answers, record).stdout.partition("\n## selection, made: tiny abcdef01\n")[2] == (
-        "\n"
-        "| method | length | tokens | reads | of full | recall "
+        "\n| method | length | tokens | reads | of full | recall "
         "| hit@1 | hit@5 | fact | cover | Gini | found | score |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         "| `longheads chunks=4` | 2,048 | 32 | 4.0 MiB | 100% | 0.40 (0.06–0.87) "
         "| 0.50 (0.09–0.91) |  |  |  |  |  | 1.00 (0.34–1.00) |\n"
         "| `longheads chunks=8` | 4,096 | 32 | 8.0 MiB | 200% | 0.80 (0.22–0.98) "
-        "| 0.50 (0.09–0.91) |  |  |  |  |  | 1.00 (0.34–1.00) |\n"
-        "\n"
+        "| 0.50 (0.09–0.91) |  |  |  |  |  | 1.00 (0.34–1.00) |\n\n"
         "- Means over the queries of 2 texts, layers and heads; bytes are of all layers.\n"
         "- In brackets: 95% intervals over texts.\n"
     )
