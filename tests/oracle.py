@@ -626,13 +626,7 @@ def page_scores(
 
 
 def low_dim_scores(
-    q: Tensor,
-    k: Tensor,
-    setting: Setting,
-    page: int,
-    low_dim: int,
-    maps: Mapping[str, Tensor] | None,
-    sample: int,
+    q: Tensor, k: Tensor, setting: Setting, page: int, low_dim: int, maps: Mapping[str, Tensor] | None, sample: int
 ) -> Tensor:
     """Return `[H, N, M]`: ESA's f of a page's best token, an equal share for every head."""
     (n_heads, n, dim), n_pages = q.shape, q.shape[1] // page

@@ -245,9 +245,7 @@ def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: 
 
 
 @pytest.mark.parametrize(
-    ("n", "host", "folder", "kv_dtype"),
-    pairs(LENGTHS, [None, 0, 5, 100], [False, True], ["auto", "int8"]),
-    ids=str,
+    ("n", "host", "folder", "kv_dtype"), pairs(LENGTHS, [None, 0, 5, 100], [False, True], ["auto", "int8"]), ids=str
 )
 @pytest.mark.covering
 def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(

@@ -69,8 +69,7 @@ def test_a_short_common_beginning_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{"model": "m@book"}, {"context": "book"}, {"method": "full"}, {"tools": [{}]}, {"instructions": "x"}],
+    "more", [{"model": "m@book"}, {"context": "book"}, {"method": "full"}, {"tools": [{}]}, {"instructions": "x"}]
 )
 def test_the_same_text_behind_another_beginning_is_another_text(more: dict[str, Any]) -> None:
     known = Known()

@@ -9,14 +9,7 @@ from transformers import Gemma3TextConfig
 
 import lce
 from tests.checkpoints import save_by_transformers, tokens
-from tests.parity import (
-    FamilyTests,
-    Kind,
-    difference,
-    edited,
-    logits_of,
-    save_kind,
-)
+from tests.parity import FamilyTests, Kind, difference, edited, logits_of, save_kind
 
 TYPES = ["sliding_attention", "full_attention"]
 GEMMA_3 = {"pad_token_id": 0, "head_dim": 24, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}

@@ -15,7 +15,4 @@ KINDS = {
 class TestOlmo2(FamilyTests):
     kinds = KINDS
     greedy = ("olmo2-32b",)
-    weights = (
-        (KINDS["attention-bias"], r".*\.bias", 2 * 4),
-        (KINDS["olmo2-32b"], r".*\.1\..*[qk]_norm\.weight", 2),
-    )
+    weights = ((KINDS["attention-bias"], r".*\.bias", 2 * 4), (KINDS["olmo2-32b"], r".*\.1\..*[qk]_norm\.weight", 2))

@@ -9,15 +9,7 @@ from transformers import Qwen2Config
 import lce
 from lce.errors import ModelError
 from lce.methods import DualChunk
-from tests.parity import (
-    PLAIN,
-    FamilyTests,
-    Kind,
-    assert_equals_the_oracle,
-    edited,
-    rope,
-    save_kind,
-)
+from tests.parity import PLAIN, FamilyTests, Kind, assert_equals_the_oracle, edited, rope, save_kind
 
 QWEN_2 = rope("default", 1e6)
 YARN = rope("yarn", 1e6, factor=4.0, original_max_position_embeddings=64)

@@ -20,7 +20,4 @@ KINDS = {
 class TestQwen3(FamilyTests):
     kinds = KINDS
     greedy = ("qwen3", "yarn")
-    weights = (
-        (KINDS["attention-bias"], r".*\.bias", 2 * 4),
-        (KINDS["qwen3"], r".*\.1\..*[qk]_norm\.weight", 2),
-    )
+    weights = ((KINDS["attention-bias"], r".*\.bias", 2 * 4), (KINDS["qwen3"], r".*\.1\..*[qk]_norm\.weight", 2))

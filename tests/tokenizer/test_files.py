@@ -67,7 +67,7 @@ WRONG_FILES: dict[str, list[bytes]] = {
     ],
     "special_tokens_map.json": [b"\x00"],
     "added_tokens.json": [
-        *(b'{"a": "b"}', b'{"a": -1}', b'{"\\ud800": 5}', b'{"a": ' + b"9" * 4000 + b"}", b'{"a": 4294967296}'),
+        *(b'{"a": "b"}', b'{"a": -1}', b'{"\\ud800": 5}', b'{"a": ' + b"9" * 4000 + b"}", b'{"a": 4294967296}')
     ],
     "chat_template.json": [b"nonsense"],
     "chat_template.jinja": [b"\xff"],

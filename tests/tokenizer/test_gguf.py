@@ -269,10 +269,10 @@ WRONG: dict[str, list[dict[str, Any]]] = {
     "Unicode text": [{"tokens": ["a", "\ud800", "c"]}],
     "characters in all": [{"tokens": ["a", "b", "x" * MOST_CHARS]}],
     "256 characters in each control": [
-        *({"tokens": ["a", "b", LONG], "token_type": [1, 1, 3]}, {"tokens": MANY, "token_type": [4] * len(MANY)}),
+        *({"tokens": ["a", "b", LONG], "token_type": [1, 1, 3]}, {"tokens": MANY, "token_type": [4] * len(MANY)})
     ],
     "a number for each token": [
-        *({"token_type": None}, {"token_type": [1, 1, 1.0]}, {"model": "llama", "scores": [1, 2, "3"]}),
+        *({"token_type": None}, {"token_type": [1, 1, 1.0]}, {"model": "llama", "scores": [1, 2, "3"]})
     ],
     "expected 3 numbers, one for each token, and there are 2": [{"token_type": [1, 1]}],
     "token_type is 7": [{"token_type": [1, 1, 7]}],
