@@ -51,14 +51,16 @@ def load(given: Loading) -> Engine:
     """
     if (threads := plain(given.threads)) is not None:
         torch.set_num_threads(_within_cores(threads, usable_cores()))
-    if given.ranks is None:
-        return Engine(_loaded(given, ALONE))
+    return Engine(_loaded(given, ALONE) if given.ranks is None else _of_rank(given))
+
+
+def _of_rank(given: Loading) -> Setup:
     from lce.engine import dividing  # who has no ranks never loads it
 
     ranks = dividing.ranks_of(given.ranks)
     made = ranks.together(partial(_loaded, given, ranks))
     dividing.check_same(ranks, made)
-    return Engine(made)
+    return made
 
 
 def _again(given: Loading, method: str | Method, sharing: Setup) -> Setup:

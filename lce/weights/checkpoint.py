@@ -325,22 +325,27 @@ class Checkpoint:
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         """Raise ModelError unless all of `wanted` are there, and all other tensors match a pattern in `ignore`."""
-        published, fault, remedy = self.shapes, "", "check that the config belongs to these weights"
-        kinds = {name: self.tensors[name].dtype for name in sorted(wanted) if name in self.tensors}
-        extra = [name for name in published if name not in wanted]
-        faults = {"missing": sorted(wanted.keys() - published.keys())}
-        faults["unexpected"] = [name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignore)]
+        published, kinds = self.shapes, {name: info.dtype for name, info in self.tensors.items() if name in wanted}
+        extra = [x for x in published if x not in wanted and not any(fnmatchcase(x, pattern) for pattern in ignore)]
+        fits = all(published.get(name) == tuple(shape) for name, shape in wanted.items())
+        if extra or not fits or not BY_NAME.keys() >= {*kinds.values()}:
+            raise self._refusal(wanted, extra)
+
+    def _refusal(self, wanted: Mapping[str, tuple[int, ...]], extra: Sequence[str]) -> ModelError:
+        published, remedy = self.shapes, "check that the config belongs to these weights"
+        faults = {"missing": sorted(wanted.keys() - published.keys()), "unexpected": extra}
         if any(faults.values()):
             texts = [f"{len(names)} {what} ({few(names)})" for what, names in faults.items() if names]
             fault, remedy = f"tensors {' and '.join(texts)}", f"{remedy}, or download the checkpoint again"
         elif wrong := [name for name, shape in wanted.items() if published[name] != tuple(shape)]:
             name, n = wrong[0], len(wrong)
             fault = f"{n} wrong shapes: {shown(name)} is {list(published[name])}, expected {list(wanted[name])}"
-        elif unread := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in BY_NAME]:
+        else:
+            kinds = {name: self.tensors[name].dtype for name in sorted(wanted) if name in self.tensors}
+            unread = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in BY_NAME]
             fault = f"expected weights in {', '.join(DTYPES)}, got {few(unread)}"
             remedy = "use an unquantized checkpoint"
-        if fault:
-            raise ModelError(f"{named(self.folder)}: {fault}; {remedy}")
+        return ModelError(f"{named(self.folder)}: {fault}; {remedy}")
 
 
 def scheme_of(name: object) -> Scheme | None:
