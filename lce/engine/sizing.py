@@ -202,13 +202,14 @@ def devices_of(name: object) -> tuple[torch.device, ...]:
 
     Raises `UsageError` for devices that this machine lacks, or that cannot share one model.
     """
-    if not isinstance(name, list | tuple) and "," not in str(name) and name != "cuda:all":
-        return (device_of(name.strip() if isinstance(name, str) else name),)
-    return _several(name, name if isinstance(name, list | tuple) else str(name).split(","))
+    if isinstance(name, str):
+        several = "," in name or name == "cuda:all"
+        return _several(name, name.split(",")) if several else (device_of(name.strip()),)
+    return _several(name, name) if isinstance(name, list | tuple) else (device_of(name),)
 
 
 def _several(name: object, names: Sequence[object]) -> tuple[torch.device, ...]:
-    if name == "cuda:all":
+    if isinstance(name, str) and name == "cuda:all":
         names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda"]
     if not names:
         raise UsageError(f"device is {shown(name)}; {EXPECTED_DEVICES}")
