@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,14 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         "mem_get_info": lambda given=None: (gpus.memory - gpus.used[index_of(given)], gpus.memory),
         **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda given=None: gpus.used[index_of(given)]),
         "max_memory_allocated": lambda given=None: gpus.peak[index_of(given)],
+        "reset_peak_memory_stats": lambda given=None: gpus.peak.__setitem__(
+            index_of(given), gpus.used[index_of(given)]
+        ),
+        "get_device_properties": lambda given=None: SimpleNamespace(
+            name="a pretended GPU", major=9, minor=0, multi_processor_count=132, total_memory=gpus.memory
+        ),
+        "get_device_capability": lambda given=None: (9, 0),
+        "empty_cache": lambda: None,
         "synchronize": gpus.synchronize,
         "Stream": gpus.Stream,
         "Event": gpus.Event,
