@@ -120,6 +120,9 @@ class Event:
         self.stream: Stream | None = None
         self.place = 0
 
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or self.gpus.current_stream()
         self.place = self.stream.issued
