@@ -117,7 +117,10 @@ def wait_passively() -> None:
 
 
 def check_environment() -> None:
-    """Raise an error if torch could not be imported here: where memory is short, torch may end the process."""
+    """Raise an error if torch and Numba could not be imported here: where memory is short, torch may end the process.
+
+    Raises `UsageError` for a wrong number of threads in the environment, `CapacityError` for too little memory.
+    """
     if "torch" in sys.modules:
         return
     for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -169,7 +172,11 @@ os.register_at_fork(after_in_child=lasting_executor.cache_clear)  # a forked pro
 
 
 def uses_threads() -> None:
-    """Record that this process computes with several threads. Raises an error in a fork, which has none of them."""
+    """Record that this process computes with several threads. Call this before such work.
+
+    OpenMP's threads do not survive a fork. Raises `UsageError` in a fork of a process that called this function, and
+    `CapacityError` if the system does not start that many threads: OpenMP would end the process.
+    """
     import torch
 
     if torch.get_num_threads() > 1 and os.getpid() not in _threaded:

@@ -162,7 +162,11 @@ class Snapshot:
 
 
 def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest], None], check: Check) -> Snapshot:
-    """Check the whole header, which `identify` and `check` may refuse; read all except keys and values."""
+    """Open a context file and read everything except keys and values, after the whole header is checked.
+
+    `identify` may refuse the manifest; `check` is passed to `read_small`. Raises `DataError` for a file that is no
+    context, is damaged, or has rows that do not fit `layout`.
+    """
     descriptor = Descriptor(open_regular(path, follow=False))
     try:
         header = headers.read_header(descriptor, path)

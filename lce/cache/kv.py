@@ -190,7 +190,11 @@ class KVCache:
             self._pass = "none"
 
     def nearest(self, n_tokens: int) -> int:
-        """Return the largest length, at most `n_tokens`, that `truncate` allows. Raises `UsageError` below `fixed`."""
+        """Return the largest length, at most `n_tokens`, that `truncate` can go back to.
+
+        Keys, values and summaries go back to any length, an open chunk within itself or to the start of a chunk, and a
+        tensor that every block replaces to 0 alone. Raises `UsageError` for a length within evicted tokens.
+        """
         self.settle()
         if n_tokens < self.fixed:
             first = f"{self.fixed:,} tokens, of which keys were evicted"

@@ -14,8 +14,6 @@ Full attention reads such rows as any others, because it sees every row. Methods
 has cannot read them.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

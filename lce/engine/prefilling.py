@@ -1,7 +1,5 @@
 """Prefills a document into a context, or straight into a context file."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import nullcontext

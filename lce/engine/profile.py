@@ -1,7 +1,5 @@
 """Profiles an engine: the time of each kind of work, and what attention reads and computes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

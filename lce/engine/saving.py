@@ -1,7 +1,5 @@
 """Saves and opens context files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress

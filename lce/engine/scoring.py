@@ -1,7 +1,5 @@
 """Computes the logits after each token of a text, and scores the tokens by them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """InfLLM: queries choose blocks of earlier tokens by a few representative tokens of each block."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

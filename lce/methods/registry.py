@@ -5,8 +5,6 @@ lce registers its own methods by the decorator `register`. Another package lists
 file that registers a method. A file is run only where a user names it, never because a context file or a request does.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import sys

@@ -149,18 +149,14 @@ def test_contexts_move_between_one_device_and_two(two: Gpus, models: dict[str, P
         assert engines[reads].generate(more, context=context, max_tokens=3).token_ids == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "n", "budgets"),
     [
-        pytest.param("full", 800, {"kv_device_budget": "384KiB"}, marks=pytest.mark.slow),
-        pytest.param("longheads", 120, {"kv_device_budget": 48_000}, marks=pytest.mark.slow),
-        pytest.param(
-            "longheads",
-            120,
-            {"kv_device_budget": 48_000, "kv_host_budget": 40_000, "spill_dir": "spill"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("longheads", 120, {"kv_device_budget": 48_000, "kv_dtype": "int8"}, marks=pytest.mark.slow),
+        ("full", 800, {"kv_device_budget": "384KiB"}),
+        ("longheads", 120, {"kv_device_budget": 48_000}),
+        ("longheads", 120, {"kv_device_budget": 48_000, "kv_host_budget": 40_000, "spill_dir": "spill"}),
+        ("longheads", 120, {"kv_device_budget": 48_000, "kv_dtype": "int8"}),
     ],
     ids=["full, host", "host", "disk", "8 bits"],
 )
