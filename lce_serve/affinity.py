@@ -27,7 +27,7 @@ _TEXTS = ("messages", "input", "prompt")
 
 @dataclass(frozen=True)
 class Affinity:
-    """What of a request decides where it goes: its session key, and a digest of each beginning of its text."""
+    """The facts by which a request's replica is chosen: its session key, and a digest of each beginning of its text."""
 
     session: str | None = None
     digests: tuple[bytes, ...] = ()
@@ -86,7 +86,7 @@ class Known:
 
 
 def ranked(affinity: Affinity, n_requests: Mapping[str, int], known: Known, slack: int) -> list[str]:
-    """Return the replicas, the best one for a request first. `n_requests` has what each replica is answering."""
+    """Return the replicas, the best one for a request first. `n_requests` has the number that each is answering."""
     key = (affinity.session or "").encode() or next(iter(affinity.digests), b"")
     by_weight = sorted(n_requests, key=lambda replica: weight(replica, key), reverse=True)
     by_requests = sorted(by_weight, key=lambda replica: n_requests[replica])

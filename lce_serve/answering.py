@@ -43,7 +43,7 @@ class Form(Protocol):
 
 
 class OpenAIForm:
-    """What the forms of chat and completions share. `chunk` is the kind of the objects in their streams."""
+    """The base of the forms of chat and completions. `chunk` names the kind of the objects in a stream."""
 
     def __init__(self, service: Service, prefix: str, chunk: str, include_usage: bool) -> None:
         engine, self._include_usage = service.engine, include_usage
@@ -71,7 +71,7 @@ class OpenAIForm:
 
 
 async def answer(service: Service, request: Request, asked: Asked, form: Form) -> Response:
-    """Generate, and answer the request. Ends the generation when the client goes away."""
+    """Generate an answer to the request, and send it. The generation ends when the client goes away."""
     record: Record = request.scope["lce.record"]
     record.stream = asked.stream
     run = await unless_gone(request, begin(service, record, asked))
@@ -133,7 +133,7 @@ def _bias(fields: Fields) -> dict[str, Any]:
 
 
 def common(service: Service, fields: Fields) -> dict[str, Any]:
-    """Return the fields of `Asked` that are lce's own or the same for all endpoints."""
+    """Return those fields of `Asked` that all endpoints read alike."""
     model, context = fields.text("model"), fields.text("context")
     return {
         "context": service.context_of(model, context),
@@ -144,7 +144,7 @@ def common(service: Service, fields: Fields) -> dict[str, Any]:
 
 
 def choices_of(fields: Fields) -> int:
-    """Return the field `n`."""
+    """Return the number of answers to each prompt, the field `n`."""
     return fields.whole("n", 1, MOST_CHOICES) or 1
 
 

@@ -73,7 +73,7 @@ def _prompts(fields: Fields) -> list[Any]:
 
 
 def _ids(engine: Any, prompt: Any, following: bool) -> Any:
-    """Return what gives the ids of a prompt."""
+    """Return a function that returns the token ids of a prompt."""
     if isinstance(prompt, str):
         return lambda: engine.tokenizer.encode(prompt, bos=False if following else None)
     size = engine.setup.model.config.vocab_size
@@ -92,7 +92,7 @@ class _Tokens:
 
 
 async def _echo(service: Service, ids: list[int], n_top: int | None, *method: Any) -> _Tokens:
-    """Return a prompt's tokens. With `n_top`, with the log-probability of each but the first."""
+    """Return a prompt's tokens; with `n_top`, also the log-probability of each token but the first."""
     engine = engine_for(service.batch, *method)
     if n_top is None or len(ids) < 2:
         none: list[Any] = [None] * len(ids)

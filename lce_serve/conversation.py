@@ -30,7 +30,7 @@ def text_of(fields: Fields, field: str = "content") -> str:
 
 
 def call_object(name: str, arguments: object, call_id: str | None) -> dict[str, Any]:
-    """Return a call as templates get calls. Arguments that are JSON text become an object."""
+    """Return a call in the form that chat templates take. Arguments that are JSON text become an object."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -41,7 +41,7 @@ def call_object(name: str, arguments: object, call_id: str | None) -> dict[str, 
 
 
 def openai_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Return the messages of a chat request, as templates get them."""
+    """Return the messages of a chat request in the form that chat templates take."""
     if not fields.has("messages"):
         raise wrong("messages", None, "a list of messages")
     found: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ def openai_messages(fields: Fields) -> list[dict[str, Any]]:
 
 
 def prompt_or_messages(fields: Fields) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the field `prompt`, a text, or None and the messages. Refuses both, and neither."""
+    """Return the text `prompt` or None, and the messages. Refuses a request that has both or neither of the two."""
     prompt = fields.text("prompt")
     if (prompt is None) == (not fields.has("messages")):
         raise Refusal(400, "expected either prompt, a text, or messages", "prompt")
@@ -115,6 +115,6 @@ def rendered(
 def rendering(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, fields: Fields, following: bool
 ) -> Callable[[], Any]:
-    """Return what renders a request's conversation, as `rendered` does. The model is told of tools that it may call."""
+    """Return a function that renders a request's conversation as `rendered` does, with the tools that may be called."""
     shown, variables = () if tools.choice == "none" else tools.tools, fields.object("chat_template_kwargs")
     return lambda: rendered(tokenizer, messages, shown, variables, following=following)

@@ -47,7 +47,7 @@ class Replicas(Protocol):
 
 
 class DoorService(Service):
-    """The state of a door. Its batch are the `Replicas`; None while they load."""
+    """The state of a door. `batch` has the `Replicas`, or None while they load."""
 
     def serve(self, batch: Any) -> None:
         self._batch = batch

@@ -45,7 +45,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _longest(engine: Any) -> int | None:
-    """Return the most tokens that the method reads, None for any number."""
+    """Return the largest number of tokens that the method can read; None if there is no limit."""
     found = longest(engine, 0, ANY)
     return None if found == ANY else found
 
@@ -112,7 +112,7 @@ async def contexts(service: Service, request: Request) -> Response:
 
 
 async def make_context(service: Service, request: Request, fields: Fields) -> Response:
-    """Read a text or a conversation, and keep it under a name. Answers when it is read."""
+    """Read a text or a conversation, and keep its context under a name. The answer is sent when all is read."""
     batch, name = service.batch, fields.text("name")
     if not name:
         raise wrong("name", None, "a name")

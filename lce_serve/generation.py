@@ -1,6 +1,6 @@
 """The one path by which all endpoints generate: a request becomes streams of the batch, and these become events.
 
-Asked       what an endpoint read from a body, in one form for all endpoints
+Asked       a request's body, in one form for all endpoints
 Run         the streams of a request; `events` yields Delta and Ended until all choices are complete
 """
 
@@ -27,10 +27,10 @@ Shorter = Callable[[], Any]
 
 @dataclass
 class Asked:
-    """A generation as an endpoint reads it. Each of `prompts` gives token ids or a rendered chat; it blocks.
+    """A request for answers. Each of `prompts` is a function that blocks and returns token ids or a rendered chat.
 
-    `grammar` gives the grammar of the answer, or None. `options` are those of `Batch.stream`. `max_tokens` None is as
-    many as the method and memory allow, at most `DEFAULT_TOKENS`.
+    `grammar` is a function that returns the answer's grammar or None. `options` are those of `Batch.stream`. A
+    `max_tokens` of None stands for as many as the method and memory allow, at most `DEFAULT_TOKENS`.
     """
 
     prompts: list[Callable[[], Any]]
@@ -64,7 +64,7 @@ class Ended:
 
 
 class Choice:
-    """One answer in the making. `shorter` starts its stream again for fewer tokens; None if that makes no sense."""
+    """One answer that is being generated. `shorter`, if not None, starts its stream again with fewer tokens."""
 
     def __init__(self, index: int, stream: Any, tools: Tools, shorter: Shorter) -> None:
         self.index, self.stream = index, stream
@@ -93,7 +93,7 @@ class Choice:
         return Delta(self.index, text, calls, fresh)
 
     async def pieces(self) -> AsyncGenerator[Any]:
-        """Yield the pieces of the stream. Without a given limit, lowers the limit until memory is enough."""
+        """Yield the pieces of the stream. A limit of tokens that the client did not give is lowered until memory suffices."""
         begun = False
         while True:
             try:
@@ -280,7 +280,7 @@ def engine_for(batch: Any, method: str | None, options: dict[str, Any] | None) -
 
 
 def room(engine: Any, n_prompt: int, given: int | None) -> int:
-    """Return the most tokens of an answer. Refuses a text that is longer than the method can read."""
+    """Return the largest length of an answer in tokens. Refuses a text that is longer than the method can read."""
     warning = engine.setup.beyond(n_prompt + (1 if given is None else given))
     if warning is not None:
         raise Refusal(400, warning, "messages", TOO_LONG)

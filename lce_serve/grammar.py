@@ -1,7 +1,7 @@
 """Grammars: JSON, JSON schemas and calls of tools, as masks of the tokens that may come next. Stands on llguidance.
 
 llguidance compiles a grammar with limits, without Python's lock, and enforces it byte by byte. A token outside the
-vocabulary of the tokenizer never may come.
+tokenizer's vocabulary is never allowed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIMITS = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexe
 
 
 class Vocabulary:
-    """A tokenizer's vocabulary as llguidance takes it. It is made once, when a request first needs it."""
+    """A tokenizer's vocabulary in llguidance's form, made once, when a request first needs it."""
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self.eos_ids = tokenizer, sorted(eos_ids)
@@ -96,7 +96,7 @@ class Constraint:
 
 
 def grammar_of(form: Fields, tools: Tools) -> Callable[[], str | None] | None:
-    """Return what gives the grammar of an answer: of its `response_format`, or of the calls of its tools."""
+    """Return a function that returns an answer's grammar: that of its `response_format`, or of calls of its tools."""
     kind = form.text("type") or "text"
     if kind not in ("text", "json_object", "json_schema"):
         raise Refusal(400, f"{form.name('type')} must be text, json_object or json_schema", form.name("type"))

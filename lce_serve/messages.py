@@ -56,7 +56,7 @@ async def count_tokens(service: Service, request: Request, fields: Fields) -> Re
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """Return the system text and the messages, as templates get them."""
+    """Return the system text and the messages in the form that chat templates take."""
     found: list[dict[str, Any]] = []
     if system := text_of(fields, "system"):
         found.append({"role": "system", "content": system})
@@ -77,7 +77,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _blocks(message: Fields, role: str) -> list[dict[str, Any]]:
-    """Return the messages that a list of blocks means: results of calls come before the text."""
+    """Return the messages that a list of content blocks stands for. Results of calls come before the text."""
     texts, calls, results = [], [], []
     for block in message.each("content", MOST_PARTS):
         kind = block.text("type")

@@ -47,7 +47,7 @@ class Metrics:
         self._answered.labels(endpoint, str(status)).inc()
 
     def watch(self, batch: Any) -> None:
-        """Show the gauges of a batch from now on."""
+        """Show the gauges of a batch in all later figures."""
         self._registry.register(_Gauges(batch, self._model))
 
     def text(self) -> bytes:

@@ -52,7 +52,7 @@ class Router(RequestRouter):
         self._known, self._n_requests, self._slack = Known(), Counter[str](), 0
 
     def initialize_state(self, slack: int) -> None:
-        """Take how many requests a replica may have more than another one."""
+        """Set `slack`, the number of requests that a replica may have more than another one."""
         self._slack = slack
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:

@@ -14,7 +14,7 @@ _ANTHROPIC_TYPES = {**_OPENAI_TYPES, 413: "request_too_large", 503: "overloaded_
 
 
 class Refusal(Exception):
-    """The exception that ends a request with an HTTP status. `param` names the field that is wrong, if one is."""
+    """The exception that ends a request with an HTTP status. `param` names the wrong field, if there is one."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Refusal(Exception):
 
 
 def wrong(param: str, value: object, expected: str) -> Refusal:
-    """Return the refusal of a field's value."""
+    """Return the refusal of the value of the field `param`."""
     kind = {type(None): "null", bool: "a truth value", str: "a string", list: "a list", dict: "an object"}
     found = kind.get(type(value), str(value)[:40])
     return Refusal(400, f"{param} is {found}; expected {expected}", param)

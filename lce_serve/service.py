@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a server. `origins` may read answers from a browser. `ping_s` is the longest silence of a stream.
+    """The settings of a server. Web pages of `origins` may read answers. `ping_s` is the longest silence of a stream.
 
     `hosts` are the valid names in the Host header while there is no key. With `open_metrics`, `/metrics` needs no key.
     """
@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Load:
-    """What a server loads: arguments of `lce.load` and of `Engine.batch`, and the files of contexts by their names."""
+    """The model and contexts to load: arguments of `lce.load` and `Engine.batch`, and files of contexts by name."""
 
     loading: Mapping[str, Any]
     batch: Mapping[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Service:
         self.metrics.watch(batch)
 
     async def beside(self, work: Callable[[threading.Event], T]) -> T:
-        """Call `work` in a thread beside the batch; one such call runs at a time. Its event is set if nobody waits."""
+        """Call `work(event)` in a thread beside the batch, one call at a time. A client that goes away sets the event."""
         async with self._beside:
             given_up = threading.Event()
             task = asyncio.ensure_future(asyncio.to_thread(work, given_up))

@@ -45,7 +45,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """A response that sends headers at once, then events, and a comment with the progress in every silence.
+    """A response that sends headers at once, then events, and after each silence a comment that tells the progress.
 
     `events` yields encoded events. `progress` returns tokens done and the total. `close` is called in every case.
     """

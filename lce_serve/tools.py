@@ -38,7 +38,7 @@ class Tool:
     parameters: dict[str, Any]
 
     def as_object(self) -> dict[str, Any]:
-        """Return the tool as templates get tools."""
+        """Return the tool in the form that chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 

@@ -55,7 +55,7 @@ class Board:
 
     @cached_property
     def length(self) -> int:
-        """The length that most methods were asked at; those never asked beyond the ceiling's only if no method was."""
+        """The length at which most methods were asked. The length of the ceiling counts only if there is no other."""
         top = max((table.ceiling[0] for table in self.tables if table.ceiling), default=0)
         beyond = {method for method in self.methods if any(self.asked(method, n) for n in self.lengths if n > top)}
         among = beyond or set(self.methods)

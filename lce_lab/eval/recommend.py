@@ -45,10 +45,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What each method found.
+    """The results of all methods.
 
-    `ceiling` is `full` within the window. `probes` are the methods, all asked the same questions, the best first; of
-    equal ones the one that reads fewest bytes a token. The methods `left` were not asked: there was no time.
+    `ceiling` is the result of `full` within the window. `probes` has a result for each method that was asked, the best
+    first; among equals, the method that reads fewest bytes per token. There was no time to ask the methods `left`.
     """
 
     ceiling: Probe
@@ -57,7 +57,7 @@ class Recommendation:
 
     @property
     def alike(self) -> Sequence[Probe]:
-        """The best method, and all methods that the questions do not tell apart from the best."""
+        """The best method, and all methods whose scores do not differ from its scores by more than chance."""
         return [each for each in self.probes if not told_apart(self.probes[0].values, each.values)]
 
     @property

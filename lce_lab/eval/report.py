@@ -178,8 +178,8 @@ class Report:
     def read(cls, files: Sequence[str | Path], *, ranked: bool = False) -> Report:
         """Read records. Raises `DataError` for a file that is no record, or for a line without a length.
 
-        With `ranked`, what `lce eval why` asked again is left out, RoPE scaling whose factor is the length over the
-        window is one method whatever the length, and there may be no table.
+        With `ranked`, the answers of `lce eval why` are left out, methods that differ only in a RoPE factor of length
+        over window are one method, and a report without tables is no error.
         """
         if not files:
             raise UsageError("no file is given; expected one record or more")

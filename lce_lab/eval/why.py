@@ -13,7 +13,8 @@ answer names the cause:
    budget and placement were wrong together.
 6. `model`: no change gives a right answer, so the model fails even with all tokens attended.
 
-Of a method that selects nothing, changes 4 and 5 are tried. In 5 its placement, or what it drops, is at fault.
+For a method that selects nothing, only changes 4 and 5 are tried. If change 5 gives a right answer, the cause is the
+method's placement, or the keys that it drops.
 
 True attention is full attention. In a text longer than the window, its distances are limited to half of the window,
 because full attention at true distances fails there.
@@ -45,7 +46,7 @@ PAGES_IN_WINDOW = (*IN_WINDOW, "grouped", "dual")  # those of `pages`
 class Rung(NamedTuple):
     """A method with one change, and the cause of the miss if the changed method answers right.
 
-    `window` is None for the engine's own. `is_whole`: others may have recorded the method, so ask it all samples.
+    `window` is None for the engine's own. With `is_whole` all samples are asked, since a record may have some of them.
     """
 
     cause: str

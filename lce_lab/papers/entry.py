@@ -1,12 +1,12 @@
 """Entries: tables and figures of papers, with the paper's numbers and the commands that measure them with lce.
 
 A verdict says whether a difference that lce measured has the direction of the paper's. The paper's difference is
-between a row and the entry's baseline, in every printed table that has both. If no column has what was measured, the
-table's average stands in. Of perplexities, the measured difference is the mean over windows of the difference of
-losses, with Student's 95% interval: windows differ far more from each other than rows do in one of them. Elsewhere it
-is that of the two cells, with an interval that is made of theirs (Newcombe, 1998, method 10; for means MOVER, Zou and
-Donner, 2008), rather too wide, since both have the same samples. If the interval holds 0, or the printed tables
-disagree, nothing can be told.
+that between a row and the entry's baseline, in every printed table that has both. If no column shows what lce measured,
+the table's average is used. The difference of two perplexities that lce measured is the mean over windows of the
+difference of losses, with Student's 95% interval, since one window's losses differ less than those of two windows. The
+difference of other cells has an interval computed from the intervals of the cells (Newcombe, 1998, method 10; for means
+MOVER, Zou and Donner, 2008). It is too wide rather than too narrow, because both cells have the same samples. If the
+interval contains 0, or the printed tables disagree, the verdict is `cannot tell`.
 """
 
 from __future__ import annotations

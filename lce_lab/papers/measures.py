@@ -55,7 +55,7 @@ def counted(setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Answers(Measure):
-    """Mean scores on generated tasks, `called` so in the paper, whose best score is `scale`."""
+    """Mean scores on generated tasks. The paper calls the score `called`, and its best value is `scale`."""
 
     tasks: tuple[str, ...]
     filler: str = "prose"
@@ -108,7 +108,7 @@ class Perplexity(Measure):
 
 @dataclass(frozen=True)
 class Choices(Measure):
-    """Statistics of the chunks chosen for pass keys, or, if `called` something, in a text without a key."""
+    """Statistics of the chunks chosen for pass keys; if `called` is set, of those chosen in a text without a key."""
 
     called: str = ""
     suffix = ".looks"
@@ -133,7 +133,7 @@ class Choices(Measure):
 
 @dataclass(frozen=True)
 class Found(Measure):
-    """The share of the best tokens that low-dim scores find for `queries` queries: its mean, and layers above 0.9."""
+    """The share of the best tokens that low-dim scores find for `queries` queries: its mean, and the layers above 0.9."""
 
     queries: str = "W/4"
     data = "a text, in the place of prose that is made here"
@@ -199,7 +199,7 @@ class Distances(Measure):
 
 @dataclass(frozen=True)
 class Speed(Measure):
-    """The median seconds of a step, `called` so in the paper; the interval is from the fastest to the slowest run."""
+    """The median seconds of a step, which the paper calls `called`. The interval is from the fastest to the slowest run."""
 
     called: str
     step: Literal["prefill", "decode"] = "prefill"

@@ -20,8 +20,8 @@ Number = float | str  # a number in a paper, or a text such as ">100" or "OOM"
 class Printed:
     """The cells of a table for one model or data set, called `of`.
 
-    `window` is the paper's model's, in tokens: with 4,096 the column `hit@1 16k` has hit@1 at 4 times the window.
-    `label` is what columns that are mere lengths measure. A table with `at` holds at this multiple of the window alone.
+    `window` is the window of the paper's model in tokens: with 4,096, the column `hit@1 16k` is at 4 times the window.
+    `label` says what columns measure whose names are only lengths. With `at`, the table is of this multiple alone.
     """
 
     of: str

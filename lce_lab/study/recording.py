@@ -43,7 +43,7 @@ class RecordingRequest:
     `off` has pairs of a layer and a head to switch off. A recording analyses the queries of generated tokens, of
     the last `last` tokens of the prompt, and of `spread` tokens spread evenly over the rest. Methods are compared with
     full attention. `judge` sets the distances of full attention: i - j, or ("constant") at most half the window.
-    `sampling` says how tokens are drawn, None: the likeliest.
+    `sampling` says how tokens are drawn; None takes the likeliest.
     """
 
     prompt: str | Sequence[int]

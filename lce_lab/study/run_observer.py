@@ -66,9 +66,9 @@ class RunObserver:
     def expected_bytes(self, engine: lce.Engine, n_new: int, n_before: int = 0) -> int:
         """Estimate the bytes of a run's JSON, as if every query chose as many chunks as the last query does.
 
-        The run generates `n_new` tokens, and continues `n_before`. A look has about 200 bytes for each head and 8 for
-        each of its choices, and 17 for each choice of a chooser. Choices that the queries of a block share are left
-        out. Raises `CapacityError` if the bytes are by far more than `most_bytes`.
+        The run continues a context of `n_before` tokens and generates `n_new` tokens. A look takes about 200 bytes per
+        head, 8 per choice of a head, and 17 per choice of a chooser. Choices that a block's queries share are not
+        counted. Raises `CapacityError` if the bytes are by far more than `most_bytes`.
         """
         assert isinstance(engine.method, Observed)
         method, c, n = engine.method.inner, engine.setup.model.config, self.n_prompt + n_new

@@ -2,7 +2,7 @@
 
 `lce_lab/study/web/page.html` has places to fill: `<!--lce:style NAME-->`, `<!--lce:data-->`, and
 `<!--lce:script NAME-->` for each script, in the order in which scripts run. The text of a prompt stays data: JSON is
-escaped, so that no text can end its script element. `assembled` fills the pages of others, too.
+escaped, so that no text can end its script element. `assembled` also fills pages outside of this folder.
 """
 
 from __future__ import annotations

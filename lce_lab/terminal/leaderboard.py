@@ -82,8 +82,8 @@ def add(
 def show(folder: str, page: str | None, picture: str | None, force: bool, output: Output) -> None:
     """Rank the methods in all records of FOLDER, *.jsonl, as Markdown: a table for each model.
 
-    By reach, the longest length up to which a method has 90% of the ceiling; then by quality. Tasks that do not tell
-    methods apart do not count. Any record of `lce eval run --record` can be in FOLDER.
+    Methods are ranked by reach, the longest length up to which a method has 90% of the ceiling, and then by quality.
+    Tasks that do not tell methods apart do not count. Any record of `lce eval run --record` can be in FOLDER.
     """
     from lce_lab.board.grids import page as page_of
     from lce_lab.board.picture import draw

@@ -30,7 +30,7 @@ LOSS_HEADER = f"{'method':<14}{'tokens':>16}{'samples':>9}{'scored':>10}{'perple
 
 @dataclasses.dataclass
 class Compared:
-    """What the options say of every comparison of methods. `record` is the file of a record, or None."""
+    """The options that all comparisons of methods have. `record` is the file of a record, or None."""
 
     model: str
     methods: Sequence[lce.Method]
