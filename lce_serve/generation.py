@@ -93,7 +93,7 @@ class Choice:
         return Delta(self.index, text, calls, fresh)
 
     async def pieces(self) -> AsyncGenerator[Any]:
-        """Yield the pieces of the stream. A limit of tokens that the client did not give is lowered until memory suffices."""
+        """Yield the pieces of the stream. A limit that the client did not give is lowered until memory suffices."""
         begun = False
         while True:
             try:

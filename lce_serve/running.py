@@ -24,7 +24,7 @@ LAST_S = 5  # seconds for open connections after the last stream
 
 
 class Server(uvicorn.Server):
-    """A server that finishes its requests after the first signal, kept in `signal`, and ends at once after the second."""
+    """A server that finishes its requests after the first signal (`signal`), and ends at once after the second."""
 
     def __init__(self, service: Service, app: ASGIApp | None = None) -> None:
         """Make a server of an application, by default of the one that answers by the service's batch."""

@@ -24,7 +24,7 @@ TASK, SHARED = Medley(), Asking("shared")
 
 @dataclass(frozen=True, kw_only=True)
 class StandardSuite(MadeSuite):
-    """A suite that reads each document once and asks all questions of `TASK`. The ceiling's documents have one length."""
+    """A suite that reads each document once and asks all questions of `TASK`. The ceiling has one length."""
 
     samples: int = 4
     questions: int | None = 40

@@ -133,7 +133,7 @@ class Choices(Measure):
 
 @dataclass(frozen=True)
 class Found(Measure):
-    """The share of the best tokens that low-dim scores find for `queries` queries: its mean, and the layers above 0.9."""
+    """The mean share of the best tokens that low-dim scores find for `queries` queries, and the layers above 0.9."""
 
     queries: str = "W/4"
     data = "a text, in the place of prose that is made here"
@@ -199,7 +199,7 @@ class Distances(Measure):
 
 @dataclass(frozen=True)
 class Speed(Measure):
-    """The median seconds of a step, which the paper calls `called`. The interval is from the fastest to the slowest run."""
+    """The median seconds of a step, which the paper calls `called`; the interval is that of all runs."""
 
     called: str
     step: Literal["prefill", "decode"] = "prefill"

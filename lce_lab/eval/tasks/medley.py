@@ -32,7 +32,7 @@ class TwoHops(MadeTask):
 
 @dataclass(frozen=True)
 class Medley(MadeTask):
-    """Pass key, facts, keys, pairs, variables, counts and two hops in one text. Questions are scored as in their own tasks.
+    """Pass key, facts, keys, pairs, variables, counts and two hops in one text. A question is scored as its task does.
 
     A document is read once for all, so that many tasks and methods can be asked. `--mode shared --questions 40` asks
     all; reports have a table for each task.
