@@ -88,7 +88,7 @@ class Service:
         self.metrics.watch(batch)
 
     async def beside(self, work: Callable[[threading.Event], T]) -> T:
-        """Call `work(event)` in a thread beside the batch, one call at a time. If the client leaves, the event is set."""
+        """Call `work(event)` in a thread beside the batch, one call at a time. The client's leaving sets the event."""
         async with self._beside:
             given_up = threading.Event()
             task = asyncio.ensure_future(asyncio.to_thread(work, given_up))

@@ -109,7 +109,7 @@ class _Row:
         return found[0], found[1]
 
     def add_to(self, look: Look, choosers: int, *, compares: bool) -> None:
-        """Add this layer's results to `look`, by `choosers` groups of heads; if `compares`, with the method's weights."""
+        """Add this layer's results to `look`, by `choosers` groups of heads; if `compares`, with own weights."""
         seen, layer = self.seen, Look()
         layer["always"] = None if seen.spans is None else _number_of(look["always"], [list(x) for x in seen.pieces])
         layer |= {"chosen": [], "scores": [], "ranks": []}
