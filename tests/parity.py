@@ -114,12 +114,14 @@ class FamilyTests:
     """The tests of a family: a class that derives from this one names `kinds`, and those whose text is compared.
 
     Of `weights`, each matters: a kind, a pattern of names, and their number. `refused` has changes and messages.
+    `older` has kinds, and changes with which an older config.json says the same.
     """
 
     kinds: Mapping[str, Kind]
     greedy: Sequence[str]
     weights: Sequence[tuple[Kind, str, int]] = ()
     refused: Sequence[tuple[Mapping[str, Any], str]] = ()
+    older: Sequence[tuple[Kind, Mapping[str, Any]]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         for name, values in {"saved": list(self.kinds), "writer": self.greedy}.items():
@@ -170,6 +172,12 @@ class FamilyTests:
     def test_every_weight_makes_a_difference(self, tmp_path: Path) -> None:
         for number, (kind, pattern, n) in enumerate(self.weights):
             assert_every_weight_matters(tmp_path / f"{number}", kind, pattern, n)
+
+    def test_older_configs_are_the_same_model(self, tmp_path: Path) -> None:
+        for number, (kind, changes) in enumerate(self.older):
+            saved = save_kind(tmp_path / f"{number}", kind)
+            folder = edited(saved.folder, tmp_path / f"{number} older", changes)
+            assert difference(lce.load(folder).logits(saved.ids), saved.logits) <= 1e-4
 
     def test_what_it_cannot_be(self, tmp_path: Path) -> None:
         family = next(iter(self.kinds.values())).config.model_type

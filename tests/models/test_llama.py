@@ -12,10 +12,9 @@ from tests.checkpoints import save_tiny, tokens
 from tests.parity import PLAIN, FamilyTests, Kind, rope
 
 LLAMA_3_1 = rope(
-    "llama3", 500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64)
-
 
 KINDS = {
     "llama-2": Kind(LlamaConfig, {"num_key_value_heads": 4, **PLAIN}, {"rms_norm_eps": 0.5}),

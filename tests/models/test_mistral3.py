@@ -23,6 +23,8 @@ TEXTS: dict[str, Any] = {
     "small-3.1": MistralConfig(**SIZES | {"head_dim": 24, "sliding_window": None, **rope("default", 1e6)}),
     "ministral-3": Ministral3Config(**SIZES | {"head_dim": 24, **YARN}),
 }
+# None is the image token, 10.
+IDS: list[int] = torch.randint(20, VOCAB, (N,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def save(folder: Path, text: Any, tied: bool) -> Any:
@@ -37,39 +39,31 @@ def save(folder: Path, text: Any, tied: bool) -> Any:
     return model
 
 
-def without(config: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name != key}
-
-
-def ids() -> list[int]:
-    chosen: list[int] = torch.randint(20, VOCAB, (N,), generator=torch.Generator().manual_seed(1)).tolist()
-    return chosen  # none is the image token, 10
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", TEXTS)
 def test_same_logits_as_transformers(name: str, tied: bool, tmp_path: Path) -> None:
-    truth = logits_of(save(tmp_path, TEXTS[name], tied), ids())
+    truth = logits_of(save(tmp_path, TEXTS[name], tied), IDS)
     names = load_file(tmp_path / "model.safetensors")
     assert ("language_model.lm_head.weight" in names) == (not tied)
     assert any(name.startswith("vision_tower.") for name in names)
     for block in (None, 1, 7, 64):
         engine = lce.load(tmp_path, block=block)
-        assert difference(engine.logits(ids()), truth) <= 1e-4
+        assert difference(engine.logits(IDS), truth) <= 1e-4
     assert engine.setup.model.config.architecture == type(TEXTS[name]).__name__.replace("Config", "ForCausalLM")
     assert engine.setup.model.config.dtype == "float32"
 
 
 def test_a_stored_head_is_used_where_nothing_says_that_it_is_not_tied(tmp_path: Path) -> None:
     """Mistral Small 3.1 leaves `tie_word_embeddings` out, for which transformers 5 takes true, and stores a head."""
-    truth = logits_of(save(tmp_path, TEXTS["small-3.1"], tied=False), ids())
+    truth = logits_of(save(tmp_path, TEXTS["small-3.1"], tied=False), IDS)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["tie_word_embeddings"]
-    for text in (config["text_config"], without(config["text_config"], "tie_word_embeddings")):
+    bare = {key: value for key, value in config["text_config"].items() if key != "tie_word_embeddings"}
+    for text in (config["text_config"], bare):
         (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
         engine = lce.load(tmp_path)
         assert engine.setup.model.config.tied == ("tie_word_embeddings" not in text)
-        assert difference(engine.logits(ids()), truth) <= 1e-4
+        assert difference(engine.logits(IDS), truth) <= 1e-4
 
 
 def test_what_it_cannot_be(tmp_path: Path) -> None:

@@ -113,14 +113,11 @@ def everyday(group: Any, asked: Sequence[Asked], folder: Path) -> tuple[list[Sai
         lambda: lce.load(asked[0].folder, block=8 << group.rank(), ranks=group),
         lambda: lce.load(asked[0].folder if group.rank() else folder / "absent", ranks=group),
     ]
-    errors = [told(call) for call in refused]
+    errors = [*map(told, refused)]
     found = all_said(group, asked, folder)
     engine = asked[0].load(group)
-    errors.append(told(lambda: engine.generate([[5], [6]])))
-    errors.append(told(engine.batch))
-    errors.append(told(lambda: engine.trace([5])))
-    errors.append(told(lambda: engine.prefill(IDS).save(folder / "0.lce")))
-    return found, errors
+    calls = (lambda: engine.generate([[5], [6]]), engine.batch, lambda: engine.trace([5]))
+    return found, [*errors, *map(told, (*calls, lambda: engine.prefill(IDS).save(folder / "0.lce")))]
 
 
 @pytest.mark.slow
