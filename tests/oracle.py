@@ -1,6 +1,6 @@
 """The slow, obvious truth: attention straight from the definitions, in float64, sharing no code with lce.
 
-Each method is a function from a whole sequence's `q [H, N, D]`, `k v [G, N, D]` to explicit tables, for every head:
+Each method is a function from a text's `q [H, N, D]`, `k v [G, N, D]` and a setting to explicit tables, for every head:
 which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, N, N]`), and for some methods a factor
 on each query's logits (`scale [N]`). `attention` then takes one softmax over each row. With a `correction`, other
 tables and a row for each query (-1: none), a query's output also gets that row's output minus its output by the others.
@@ -86,128 +86,118 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting)
     return out
 
 
-def indices(q: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Return queries `i [N, 1]`, keys `j [1, N]`, and a function that repeats one head's table for all."""
-    n_heads, n = q.shape[:2]
-    return torch.arange(n)[:, None], torch.arange(n)[None], lambda table: table.expand(n_heads, n, n)
+class Text:
+    """The vectors of a whole text and their setting: H query heads over G KV heads, `rep` to one; queries i, keys j."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> None:
+        self.q, self.k, self.v, self.setting, self.window = q, k, v, setting, setting.window
+        (self.n_heads, self.n, self.dim), self.rep = q.shape, len(q) // len(k)
+        self.at = torch.arange(self.n)
+        self.i, self.j = self.at[:, None], self.at[None]
+
+    def everyone(self, table: Tensor) -> Tensor:
+        """Repeat one head's table `[N, N]` for all heads."""
+        return table.expand(self.n_heads, self.n, self.n)
+
+    def keys(self, h: int) -> Tensor:
+        return self.k[h // self.rep]
+
+    def seen_at(self, h: int, position: int | Tensor) -> Tensor:
+        """Return a head's queries rotated at one position, or at one for each."""
+        return turned(self.q[h], torch.as_tensor(position).expand(self.n), self.setting)
 
 
-def full(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tables:
+DEFINITIONS: dict[str, Callable[..., Tables]] = {}  # of `q`, `k`, `v`, a setting, and knobs
+
+
+def definition(define: Callable[..., Tables]) -> Callable[..., Tables]:
+    def tables(q: Tensor, k: Tensor, v: Tensor, setting: Setting, **knobs: Any) -> Tables:
+        return define(Text(q, k, v, setting), **knobs)
+
+    DEFINITIONS[define.__name__] = tables
+    return tables
+
+
+@definition
+def full(text: Text) -> Tables:
     """Define full attention: causal, distance i - j, within the checkpoint's sliding window, if any."""
-    i, j, everyone = indices(q)
-    mask = j <= i
-    if setting.sliding_window is not None:
-        mask = mask & (i - j < setting.sliding_window)
-    return Tables(everyone(mask), everyone(i - j))
+    i, j, sliding = text.i, text.j, text.setting.sliding_window
+    mask = (j <= i) if sliding is None else (j <= i) & (i - j < sliding)
+    return Tables(text.everyone(mask), text.everyone(i - j))
 
 
-def streaming(q: Tensor, k: Tensor, v: Tensor, setting: Setting, sinks: int = 4, local: int | None = None) -> Tables:
+@definition
+def streaming(text: Text, sinks: int = 4, local: int | None = None) -> Tables:
     """Define StreamingLLM: positions count only the tokens that the query attends."""
-    local = local or setting.window - sinks
-    n = q.shape[1]
-    mask, distance = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.int64)
-    for i in range(n):
+    local = local or text.window - sinks
+
+    def seen(_: int, i: int) -> dict[int, int]:
         kept = [j for j in range(i + 1) if j < sinks or i - j < local]
-        for place, j in enumerate(kept):
-            mask[i, j] = True
-            distance[i, j] = len(kept) - 1 - place
-    everyone = indices(q)[2]
-    return Tables(everyone(mask), everyone(distance))
+        return {j: len(kept) - 1 - place for place, j in enumerate(kept)}
+
+    mask, distance, *_ = tables_of(1, text.n, seen)
+    return Tables(text.everyone(mask), text.everyone(distance))
 
 
-def lm_infinite(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
-    sinks: int = 10,
-    local: int | None = None,
-    top_k: int = 0,
-    from_layer: int = 0,
-) -> Tables:
+@definition
+def lm_infinite(text: Text, sinks: int = 10, local: int | None = None, top_k: int = 0, from_layer: int = 0) -> Tables:
     """Define LM-Infinite: a Lambda-shaped mask, distances up to `local`, the best of the middle as if at `local`."""
-    local = local or setting.window
-    i, j, everyone = indices(q)
-    mask = everyone((j <= i) & ((j < sinks) | (i - j < local))).clone()
-    if top_k and from_layer == 0:
-        n_heads, n = q.shape[:2]
-        rep = n_heads // k.shape[0]
-        for h in range(n_heads):
-            seen_from = turned(q[h], torch.full((n,), local), setting)
-            logits = dot(seen_from[:, None], as_complex(k[h // rep])[None])
-            for row in range(n):
-                middle = range(sinks, row - local + 1)
-                best = sorted(middle, key=logits[row].tolist().__getitem__, reverse=True)[:top_k]
-                mask[h, row, best] = True
-    return Tables(mask, everyone((i - j).clamp(max=local)))
+    local, i, j = local or text.window, text.i, text.j
+    mask = text.everyone((j <= i) & ((j < sinks) | (i - j < local))).clone()
+    for h in range(text.n_heads if top_k and from_layer == 0 else 0):
+        logits = dot(text.seen_at(h, local)[:, None], as_complex(text.keys(h))[None])
+        for row in range(text.n):
+            middle = range(sinks, row - local + 1)
+            best = sorted(middle, key=logits[row].tolist().__getitem__, reverse=True)[:top_k]
+            mask[h, row, best] = True
+    return Tables(mask, text.everyone((i - j).clamp(max=local)))
 
 
-def rerope(
-    q: Tensor, k: Tensor, v: Tensor, setting: Setting, local: int | None = None, log_scale: bool = False
-) -> Tables:
+@definition
+def rerope(text: Text, local: int | None = None, log_scale: bool = False) -> Tables:
     """Define ReRoPE: all tokens, at a distance of at most `local`."""
-    local = local or setting.window // 2
-    i, j, everyone = indices(q)
-    scale = [max(1.0, math.log(row + 1) / math.log(setting.window)) for row in range(q.shape[1])]
-    return Tables(
-        everyone(j <= i), everyone((i - j).clamp(max=local)), torch.tensor(scale).double() if log_scale else None
-    )
+    i, j, distance = text.i, text.j, (text.i - text.j).clamp(max=local or text.window // 2)
+    scale = [max(1.0, math.log(row + 1) / math.log(text.window)) for row in range(text.n)]
+    return Tables(text.everyone(j <= i), text.everyone(distance), torch.tensor(scale).double() if log_scale else None)
 
 
-def self_extend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
-    local: int | None = None,
-    group: int | str = 8,
-    far: int | None = None,
-) -> Tables:
+@definition
+def self_extend(text: Text, local: int | None = None, group: int | str = 8, far: int | None = None) -> Tables:
     """Define Self-Extend: true distances below `local`, distances of groups beyond.
 
     With `group="auto"` each query has the smallest group for which no distance exceeds `far`.
     """
-    local = local or setting.window // 4
-    i, j, everyone = indices(q)
-    far = setting.window - 1 if far is None else far
-    sizes = [group] * len(i)
+    local, i, j = local or text.window // 4, text.i, text.j
+    far = text.window - 1 if far is None else far
+    sizes = [group] * text.n
     if group == "auto":
-        for row in range(len(i)):
+        for row in range(text.n):
             sizes[row] = 1
             while row // sizes[row] + local - local // sizes[row] > far:
                 sizes[row] += 1
     size = torch.tensor(sizes)[:, None]
     grouped = i // size - j // size + local - local // size
-    return Tables(everyone(j <= i), everyone(torch.where(i - j < local, i - j, grouped)))
+    return Tables(text.everyone(j <= i), text.everyone(torch.where(i - j < local, i - j, grouped)))
 
 
+@definition
 def dca(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
-    chunk_size: int | None = None,
-    parts: str = "all",
-    temperature: bool = False,
-    far: int | None = None,
+    text: Text, chunk_size: int | None = None, parts: str = "all", temperature: bool = False, far: int | None = None
 ) -> Tables:
     """Define Dual Chunk Attention, case by case (Eq. 2-7)."""
-    size = chunk_size or 3 * setting.window // 4
-    i, j, everyone = indices(q)
+    size, i, j = chunk_size or 3 * text.window // 4, text.i, text.j
     behind = i // size - j // size
-    own, last = i % size, torch.full_like(i, setting.window - 1 if far is None else far)
+    own, last = i % size, torch.full_like(i, text.window - 1 if far is None else far)
     successive = torch.minimum(own + size, last) if parts == "all" else last
     place = torch.where(behind == 0, own, torch.where(behind == 1, successive, last))
-    mask = (j <= i) & ((behind == 0) | (parts != "intra"))
-    scale = [max(1.0, 1 + 0.05 * math.log((row + 1) / setting.window)) ** 2 for row in range(q.shape[1])]
-    return Tables(everyone(mask), everyone(place - j % size), torch.tensor(scale).double() if temperature else None)
+    mask, distance = (j <= i) & ((behind == 0) | (parts != "intra")), place - j % size
+    scale = [max(1.0, 1 + 0.05 * math.log((row + 1) / text.window)) ** 2 for row in range(text.n)]
+    return Tables(text.everyone(mask), text.everyone(distance), torch.tensor(scale).double() if temperature else None)
 
 
+@definition
 def longheads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
+    text: Text,
     chunk_size: int | None = None,
     chunks: int | None = None,
     share: str = "head",
@@ -219,11 +209,9 @@ def longheads(
     top_p: float | None = None,
 ) -> Tables:
     """Define LongHeads, query by query and head by head."""
-    size = chunk_size or min(32, setting.window // 32)
-    budget = chunks or setting.window // size
-    n_heads, n = q.shape[:2]
-    scores = longheads_scores(q, k, v, size, setting, placement)
-    rep = n_heads // k.shape[0]
+    size = chunk_size or min(32, text.window // 32)
+    budget = chunks or text.window // size
+    scores = longheads_scores(text, size, placement)
 
     def choose(h: int, i: int) -> list[int]:
         own = i // size
@@ -231,17 +219,15 @@ def longheads(
             return list(range(own))
         heads = {
             "head": [0] if fix_head else [h],
-            "group": [g for g in range(n_heads) if g // rep == h // rep],
-            "layer": list(range(n_heads)),
+            "group": [g for g in range(text.n_heads) if g // text.rep == h // text.rep],
+            "layer": list(range(text.n_heads)),
         }[share]
-        total = scores[heads, i].sum(0)
-        fixed = always(own, keep_first, keep_last)
-        free = [c for c in range(own) if c not in fixed]
-        free.sort(key=total.tolist().__getitem__, reverse=rank == "top")
-        weights = dict(enumerate((total[:own] / len(heads) / math.sqrt(q.shape[-1])).exp().tolist()))
-        return sorted(reaching(top_p, fixed, free[: budget - 1 - len(fixed)], weights))
+        total = scores[heads, i].sum(0)[:own]
+        weights = (total / len(heads) / math.sqrt(text.dim)).exp().tolist()
+        order = (total if rank == "top" else -total).tolist()
+        return choice(order, always(own, keep_first, keep_last), budget - 1, top_p, weights)
 
-    return placed(n_heads, n, size, choose, placement)
+    return placed(text.n_heads, text.n, size, choose, placement)
 
 
 def always(own: int, keep_first: bool, keep_last: bool) -> list[int]:
@@ -262,73 +248,72 @@ def reaching(top_p: float | None, fixed: list[int], free: list[int], weights: Ma
     return taken
 
 
+def choice(
+    order: Sequence[float], fixed: list[int], most: int, top_p: float | None, weights: Sequence[float]
+) -> list[int]:
+    """Return the fixed chunks and the best others by `order`, at most `most`, cut to a share of the weights."""
+    free = sorted((c for c in range(len(order)) if c not in fixed), key=lambda c: -order[c])
+    return sorted(reaching(top_p, fixed, free[: max(0, most - len(fixed))], dict(enumerate(weights))))
+
+
 def true_mass(q: Tensor, k: Tensor, setting: Setting, judge: str) -> Tensor:
     """Return full attention's weights `[H, N, N]`, at distances i - j, or at most half of the window."""
-    n_heads, dim = len(q), q.shape[-1]
-    i, j, _ = indices(q)
-    distance = (i - j) if judge == "true" else (i - j).clamp(max=setting.window // 2)
-    turn, weights = turns(distance, setting.angles(dim)), []
-    for h in range(n_heads):
-        product = as_complex(q[h])[:, None] * as_complex(k[h // (n_heads // len(k))])[None].conj()
+    text = Text(q, k, k, setting)
+    distance = text.i - text.j
+    distance = distance if judge == "true" else distance.clamp(max=text.window // 2)
+    turn, weights = turns(distance, setting.angles(text.dim)), []
+    for h in range(text.n_heads):
+        product = as_complex(q[h])[:, None] * as_complex(text.keys(h))[None].conj()
         logits = (product * turn).real.sum(-1) * setting.factor**2
-        weights.append((logits / math.sqrt(dim)).masked_fill(j > i, -math.inf).softmax(-1))
+        weights.append((logits / math.sqrt(text.dim)).masked_fill(text.j > text.i, -math.inf).softmax(-1))
     return torch.stack(weights)
 
 
-def oracle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
-    chunk_size: int | None = None,
-    chunks: int | None = None,
-    placement: str = "side_by_side",
-    top_p: float | None = None,
-    budget: int | None = None,
-    judge: str = "constant",
-    keep_first: bool = True,
-    keep_last: bool = True,
-) -> Tables:
+@definition
+def oracle(text: Text, judge: str = "constant", **knobs: Any) -> Tables:
     """Define `oracle`: the chunks with most true mass, query by query and head by head."""
-    size = chunk_size or min(32, setting.window // 32)
-    most = budget // size if budget else chunks or setting.window // size
-    mass = true_mass(q, k, setting, judge)
+    mass = true_mass(text.q, text.k, text.setting, judge)
 
-    def choose(h: int, i: int) -> list[int]:
-        own = i // size
-        weights = dict(enumerate(mass[h, i, : own * size].unflatten(0, (own, size)).sum(1).tolist()))
-        fixed = always(own, keep_first, keep_last)
-        free = sorted((c for c in range(own) if c not in fixed), key=lambda c: -weights[c])
-        return sorted(reaching(top_p, fixed, free[: most - 1 - len(fixed)], weights))
+    def weigh(h: int, i: int, own: int, size: int) -> list[float]:
+        return mass[h, i, : own * size].unflatten(0, (own, size)).sum(1).tolist()
 
-    return placed(len(q), q.shape[1], size, choose, placement)
+    return by_weight(text, weigh, **knobs)
 
 
-def random(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
+@definition
+def random(text: Text, seed: int = 0, **knobs: Any) -> Tables:
+    """Define `random`: chunks by a hash of seed, head, query and chunk (of layer 0), all of one weight."""
+
+    def weigh(h: int, i: int, own: int, _: int) -> list[float]:
+        return [draw(seed, h, i, c) for c in range(own)]
+
+    return by_weight(text, weigh, alike=True, **knobs)
+
+
+def by_weight(
+    text: Text,
+    weigh: Callable[[int, int, int, int], list[float]],
+    alike: bool = False,
     chunk_size: int | None = None,
     chunks: int | None = None,
     placement: str = "side_by_side",
     top_p: float | None = None,
     budget: int | None = None,
-    seed: int = 0,
     keep_first: bool = True,
     keep_last: bool = True,
 ) -> Tables:
-    """Define `random`: chunks by a hash of seed, head, query and chunk (of layer 0)."""
-    size = chunk_size or min(32, setting.window // 32)
-    most = budget // size if budget else chunks or setting.window // size
+    """Take the chunks of most weight: `weigh(h, i, own, size)` of those before a query's own. With `alike` the weights
+    decide the order alone.
+    """
+    size = chunk_size or min(32, text.window // 32)
+    most = budget // size if budget else chunks or text.window // size
 
     def choose(h: int, i: int) -> list[int]:
         own = i // size
-        fixed = always(own, keep_first, keep_last)
-        free = sorted((c for c in range(own) if c not in fixed), key=lambda c: -draw(seed, h, i, c))
-        return sorted(reaching(top_p, fixed, free[: most - 1 - len(fixed)], dict.fromkeys(range(own), 1.0)))
+        order = weigh(h, i, own, size)
+        return choice(order, always(own, keep_first, keep_last), most - 1, top_p, [1.0] * own if alike else order)
 
-    return placed(len(q), q.shape[1], size, choose, placement)
+    return placed(text.n_heads, text.n, size, choose, placement)
 
 
 def draw(seed: int, h: int, i: int, c: int) -> int:
@@ -339,109 +324,100 @@ def draw(seed: int, h: int, i: int, c: int) -> int:
     return (bits ^ (bits >> 16)) >> 8
 
 
+def tables_of(n_heads: int, n: int, seen: Callable[[int, int], dict[int, int]]) -> Tables:
+    """Make tables of the tokens that each query of each head sees, with the distance of each."""
+    mask, distance = torch.zeros(n_heads, n, n, dtype=torch.bool), torch.zeros(n_heads, n, n, dtype=torch.int64)
+    for h in range(n_heads):
+        for i in range(n):
+            row = seen(h, i)
+            mask[h, i, [*row]] = True
+            distance[h, i, [*row]] = torch.tensor([*row.values()])
+    return Tables(mask, distance)
+
+
 def placed(
     n_heads: int, n: int, size: int, choose: Callable[[int, int], list[int]], placement: str = "side_by_side"
 ) -> Tables:
     """Place the chosen chunks and the query's own: side by side from position 0, at true distances, or the chosen at a
     chunk's distance.
     """
-    mask = torch.zeros(n_heads, n, n, dtype=torch.bool)
-    distance = torch.zeros(n_heads, n, n, dtype=torch.int64)
-    for h in range(n_heads):
-        for i in range(n):
-            row = [*choose(h, i), i // size]
-            at = (len(row) - 1) * size + i % size
-            seen = {
-                chunk * size + offset: {
-                    "side_by_side": at - slot * size - offset,
-                    "true": i - chunk * size - offset,
-                    "constant": i % size - offset if chunk == i // size else size,
-                }[placement]
-                for slot, chunk in enumerate(row)
-                for offset in range(size if chunk < i // size else i % size + 1)
-            }
-            mask[h, i, [*seen]] = True
-            distance[h, i, [*seen]] = torch.tensor([*seen.values()])
-    return Tables(mask, distance)
+
+    def seen(h: int, i: int) -> dict[int, int]:
+        row = [*choose(h, i), i // size]
+        at = (len(row) - 1) * size + i % size
+        return {
+            chunk * size + offset: {
+                "side_by_side": at - slot * size - offset,
+                "true": i - chunk * size - offset,
+                "constant": i % size - offset if chunk == i // size else size,
+            }[placement]
+            for slot, chunk in enumerate(row)
+            for offset in range(size if chunk < i // size else i % size + 1)
+        }
+
+    return tables_of(n_heads, n, seen)
 
 
-def longheads_scores(
-    q: Tensor, k: Tensor, v: Tensor, size: int, setting: Setting, placement: str = "side_by_side"
-) -> Tensor:
+def longheads_scores(text: Text, size: int, placement: str = "side_by_side") -> Tensor:
     """Return `[H, N, M]`: the query against each complete chunk's representation (Eq. 1-3).
 
     Side by side: the chunk at its offsets, the query unrotated. True: both at their positions. Constant: the chunk
     unrotated, the query at position L, both with the factor of RoPE's scaling.
     """
-    n_heads, n, dim = q.shape
-    rep = n_heads // k.shape[0]
-    scores = torch.zeros(n_heads, n, n // size, dtype=torch.float64)
-    index = torch.arange(n // size * size)
+    q, setting, n_chunks, root = text.q, text.setting, text.n // size, math.sqrt(text.dim)
+    scores = torch.zeros(text.n_heads, text.n, n_chunks, dtype=torch.float64)
+    index = torch.arange(n_chunks * size)
     at = index if placement == "true" else index % size
 
     def chunked(x: Tensor) -> Tensor:
-        return x.unflatten(0, (n // size, size))  # [M, L, ...]
+        return x.unflatten(0, (n_chunks, size))  # [M, L, ...]
 
-    for h in range(n_heads):
+    for h in range(text.n_heads):
         asking = {
             "side_by_side": as_complex(q[h]),
-            "true": turned(q[h], torch.arange(n), setting),
-            "constant": turned(q[h], torch.full((n,), size), setting) * setting.factor,
+            "true": text.seen_at(h, text.at),
+            "constant": text.seen_at(h, size) * setting.factor,
         }[placement]
         queries, keys = (
             chunked(as_complex(x) if placement == "constant" else turned(x, at, setting))
-            for x in (q[h, : len(index)], k[h // rep, : len(index)])
+            for x in (q[h, : len(index)], text.keys(h)[: len(index)])
         )
-        inner = dot(queries[:, :, None], keys[:, None]) / math.sqrt(dim)
-        out = inner.softmax(-1) @ chunked(v[h // rep, : len(index)].double())
-        summary_query = as_complex(out.mean(1))
-        weights = (dot(summary_query[:, None], keys) / math.sqrt(dim)).softmax(-1)
-        representation = (weights[..., None] * keys).sum(1)
-        scores[h] = dot(asking[:, None], representation[None])
+        inner = dot(queries[:, :, None], keys[:, None]) / root
+        out = inner.softmax(-1) @ chunked(text.v[h // text.rep, : len(index)].double())
+        weights = (dot(as_complex(out.mean(1))[:, None], keys) / root).softmax(-1)
+        scores[h] = dot(asking[:, None], (weights[..., None] * keys).sum(1)[None])
     return scores
 
 
+@definition
 def quest(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
-    page: int = 16,
-    budget: int | None = None,
-    dense_layers: int = 2,
-    top_p: float | None = None,
+    text: Text, page: int = 16, budget: int | None = None, dense_layers: int = 2, top_p: float | None = None
 ) -> Tables:
     """Define Quest, query by query and head by head, in the first layer."""
     if dense_layers > 0:
-        return full(q, k, v, setting)
-    budget = budget or max(setting.window // 4, 2 * page)
-    n_heads, n, _ = q.shape
-    rep = n_heads // k.shape[0]
-    positions = torch.arange(n)
-    queries = [torch.view_as_real(turned(q[h], positions, setting)).flatten(1) for h in range(n_heads)]
-    keys = [torch.view_as_real(turned(k[g], positions, setting)).flatten(1) for g in range(k.shape[0])]
-    pages = [tokens[: n // page * page].unflatten(0, (-1, page)) for tokens in keys]  # [M, P, D]
+        return full(text.q, text.k, text.v, text.setting)
+    budget = budget or max(text.window // 4, 2 * page)
+    queries = [torch.view_as_real(text.seen_at(h, text.at)).flatten(1) for h in range(text.n_heads)]
+    keys = [torch.view_as_real(turned(x, text.at, text.setting)).flatten(1) for x in text.k]
+    pages = [tokens[: text.n // page * page].unflatten(0, (-1, page)) for tokens in keys]  # [M, P, D]
     bounded = [(tokens.amin(1), tokens.amax(1)) for tokens in pages]
 
     def choose(h: int, i: int) -> list[int]:
-        low, high = (queries[h][i] * bound[: i // page] for bound in bounded[h // rep])
-        bounds = torch.maximum(low, high).sum(-1).tolist()
-        best = sorted(range(len(bounds)), key=lambda c: -bounds[c])[: budget // page - 1]
-        return sorted(reaching(top_p, [], best, dict(enumerate(math.exp(x / math.sqrt(q.shape[-1])) for x in bounds))))
+        low, high = (queries[h][i] * bound[: i // page] for bound in bounded[h // text.rep])
+        bounds = torch.maximum(low, high).sum(-1)
+        return choice(bounds.tolist(), [], budget // page - 1, top_p, (bounds / math.sqrt(text.dim)).exp().tolist())
 
-    return placed(n_heads, n, page, choose, "true")
+    return placed(text.n_heads, text.n, page, choose, "true")
 
 
-def pages(q: Tensor, k: Tensor, v: Tensor, setting: Setting, **knobs: Any) -> Tables:
+@definition
+def pages(text: Text, **knobs: Any) -> Tables:
     """Define `pages`. Knobs of its selector, placement and budget have dots."""
-    return page_tables(q, k, v, setting, **{name.rpartition(".")[2]: value for name, value in knobs.items()})
+    return page_tables(text, **{name.rpartition(".")[2]: value for name, value in knobs.items()})
 
 
 def page_tables(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
+    text: Text,
     select: str = "bounds",
     placement: str = "side_by_side",
     page: int | None = None,
@@ -461,7 +437,7 @@ def page_tables(
     **knobs: Any,
 ) -> Tables:
     """Define `pages`, query by query and head by head. `knobs` are those of `lowdim`, `oracle` and `random`."""
-    window, (n_heads, n, dim) = setting.window, q.shape
+    window, n_heads, n = text.window, text.n_heads, text.n
     page = page or min(16, max(1, window // 32))
     first, last = (-(-(page if tokens is None else tokens) // page) for tokens in (sinks, local))
     near = last if placement in ("constant", "grouped") else 0  # local pages that are seen with the own page
@@ -490,13 +466,11 @@ def page_tables(
     def key_at(j: int) -> int:
         return {"side_by_side": j % page, "true": j, "constant": 0, "grouped": j // group, "dual": j % size}[placement]
 
-    scores = page_scores(q, k, v, setting, select, page, repr_tokens, seen_from, key_at, placement, sample, **knobs)
-    heads = {"head": 1, "group": n_heads // len(k), "layer": n_heads}[
-        share or ("layer" if select == "lowdim" else "head")
-    ]
-
+    scores = page_scores(text, select, page, repr_tokens, seen_from, key_at, placement, sample, **knobs)
+    share = share or ("layer" if select == "lowdim" else "head")
+    heads = {"head": 1, "group": text.rep, "layer": n_heads}[share]
     together, start = {i: [i] for i in range(n)}, 0  # the queries that choose with query i
-    for n_queries in setting.blocks if queries == "page" else ():
+    for n_queries in text.setting.blocks if queries == "page" else ():
         for p in range(-(-start // page), (start + n_queries) // page):
             whole = [*range(p * page, (p + 1) * page)]
             together |= dict.fromkeys(whole, whole)
@@ -507,33 +481,25 @@ def page_tables(
         mine = scores[h // heads * heads : h // heads * heads + heads, together[i], :end].flatten(0, 1)
         total = (mine[0] if select == "random" else mine.sum(0)).tolist()
         fixed = [c for c in range(end) if c < first or c >= end - (last - near)]
-        free = sorted((c for c in range(end) if c not in fixed), key=lambda c: -total[c])
-        scale = heads * math.sqrt(dim) * (repr_tokens if select == "representatives" else 1)
-        weights = {
-            c: x if select == "oracle" else 1.0 if select == "random" else math.exp(x / scale)
-            for c, x in enumerate(total)
-        }
-        return sorted(reaching(top_p, fixed, free[: budget_at(i) // page - 1 - near - len(fixed)], weights))
+        scale = heads * math.sqrt(text.dim) * (repr_tokens if select == "representatives" else 1)
+        weights = [x if select == "oracle" else 1.0 if select == "random" else math.exp(x / scale) for x in total]
+        return choice(total, fixed, budget_at(i) // page - 1 - near, top_p, weights)
 
-    mask, distance = torch.zeros(n_heads, n, n, dtype=torch.bool), torch.zeros(n_heads, n, n, dtype=torch.int64)
-    for h in range(n_heads):
-        for i in range(n):
-            row = choose(h, i)
-            seen = {j: i - j for j in range(max(0, i // page - near) * page, i + 1)}
-            for slot, c in enumerate(row):
-                for j in range(c * page, (c + 1) * page):
-                    in_row = (len(row) - slot) * page + i % page - j % page
-                    seen[j] = in_row if placement == "side_by_side" else seen_from(i, j) - key_at(j)
-            mask[h, i, [*seen]] = True
-            distance[h, i, [*seen]] = torch.tensor([*seen.values()])
-    return Tables(mask, distance)
+    def seen(h: int, i: int) -> dict[int, int]:
+        row = choose(h, i)
+        found = {j: i - j for j in range(max(0, i // page - near) * page, i + 1)}
+        for slot, c in enumerate(row):
+            for j in range(c * page, (c + 1) * page):
+                in_row = (len(row) - slot) * page + i % page - j % page
+                found[j] = in_row if placement == "side_by_side" else seen_from(i, j) - key_at(j)
+        return found
+
+    return tables_of(n_heads, n, seen)
 
 
+@definition
 def reattention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
+    text: Text,
     span: int | None = None,
     top_k: int | None = None,
     sinks: int | None = None,
@@ -542,32 +508,26 @@ def reattention(
     top_p: float | None = None,
 ) -> Tables:
     """Define ReAttention, query by query and head by head: spans with the best `q · k` without positions."""
-    (n_heads, n, dim), window, rep = q.shape, setting.window, len(q) // len(k)
-    span = span or min(32, max(1, window // 16))
+    span = span or min(32, max(1, text.window // 16))
     first = -(-(span if sinks is None else sinks) // span)
-    last = -(-(local or window // 2) // span) - 1
-    top_k = top_k or window // span - first - last - 1
-    logits = [q[h].double() @ k[h // rep].double().T for h in range(n_heads)]
-    heads = {"head": 1, "group": rep, "layer": n_heads}[share]
+    last = -(-(local or text.window // 2) // span) - 1
+    top_k = top_k or text.window // span - first - last - 1
+    logits = [text.q[h].double() @ text.keys(h).double().T for h in range(text.n_heads)]
+    heads = {"head": 1, "group": text.rep, "layer": text.n_heads}[share]
 
     def choose(h: int, i: int) -> list[int]:
         end, together = i // span, range(h // heads * heads, h // heads * heads + heads)
-        best = {
-            c: sum(float(logits[each][i, c * span : (c + 1) * span].max()) for each in together) for c in range(end)
-        }
-        fixed = [c for c in best if c < first or c >= end - last]
-        free = sorted((c for c in best if c not in fixed), key=lambda c: -best[c])
-        weights = {c: math.exp(x / heads / math.sqrt(dim)) for c, x in best.items()}
-        return sorted(reaching(top_p, fixed, free[: first + top_k + last - len(fixed)], weights))
+        best = [sum(float(logits[each][i, c * span : (c + 1) * span].max()) for each in together) for c in range(end)]
+        fixed = [c for c in range(end) if c < first or c >= end - last]
+        return choice(
+            best, fixed, first + top_k + last, top_p, [math.exp(x / heads / math.sqrt(text.dim)) for x in best]
+        )
 
-    return placed(n_heads, n, span, choose, "side_by_side")
+    return placed(text.n_heads, text.n, span, choose, "side_by_side")
 
 
 def page_scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
+    text: Text,
     select: str,
     page: int,
     repr_tokens: int,
@@ -582,40 +542,39 @@ def page_scores(
     seed: int = 0,
 ) -> Tensor:
     """Return `[H, N, M]`: each query's scores of the complete pages, by one of the selectors."""
-    (n_heads, n, dim), rep, found = q.shape, len(q) // len(k), torch.zeros(*q.shape[:2], q.shape[1] // page).double()
+    q, setting, root = text.q, text.setting, math.sqrt(text.dim)
+    found = torch.zeros(text.n_heads, text.n, text.n // page).double()
     if select == "oracle":
-        mass = true_mass(q, k, setting, judge)[..., : found.shape[2] * page]
+        mass = true_mass(q, text.k, setting, judge)[..., : found.shape[2] * page]
         return mass.unflatten(2, (-1, page)).sum(3)
     if select == "lowdim":
-        return low_dim_scores(q, k, setting, page, low_dim, maps, sample)
-    index = torch.arange(n)
-    for h in range(n_heads):
+        return low_dim_scores(text, page, low_dim, maps, sample)
+    for h in range(text.n_heads):
         for c in range(found.shape[2]):
             rows = slice(c * page, (c + 1) * page)
+            own = text.keys(h)[rows]
             if select == "best_key":
-                found[h, :, c] = dot(as_complex(q[h])[:, None], as_complex(k[h // rep, rows])[None]).amax(1)
+                found[h, :, c] = dot(as_complex(q[h])[:, None], as_complex(own)[None]).amax(1)
                 continue
             if select == "random":
-                found[h, :, c] = torch.tensor([draw(seed, h, i, c) for i in range(n)])
+                found[h, :, c] = torch.tensor([draw(seed, h, i, c) for i in range(text.n)])
                 continue
-            asking = turned(q[h], torch.tensor([seen_from(i, c * page) for i in range(n)]), setting)
-            at = torch.tensor([key_at(j) for j in index[rows].tolist()])
-            queries, keys = turned(q[h, rows], at, setting), turned(k[h // rep, rows], at, setting)
+            asking = text.seen_at(h, torch.tensor([seen_from(i, c * page) for i in range(text.n)]))
+            at = torch.tensor([key_at(j) for j in range(c * page, (c + 1) * page)])
+            queries, keys = turned(q[h, rows], at, setting), turned(own, at, setting)
             if place == "side_by_side":
                 asking = as_complex(q[h])
             if place == "constant":
-                asking, queries, keys = asking * setting.factor, as_complex(q[h, rows]), as_complex(k[h // rep, rows])
+                asking, queries, keys = asking * setting.factor, as_complex(q[h, rows]), as_complex(own)
             if select == "bounds":
                 channels = torch.view_as_real(keys).flatten(1)
-                products = torch.view_as_real(asking).flatten(1)[:, None] * torch.stack(
-                    [channels.amin(0), channels.amax(0)]
-                )
-                found[h, :, c] = products.amax(1).sum(1)
+                bounds = torch.stack([channels.amin(0), channels.amax(0)])
+                found[h, :, c] = (torch.view_as_real(asking).flatten(1)[:, None] * bounds).amax(1).sum(1)
                 continue
-            inner = (dot(queries[:, None], keys[None]) / math.sqrt(dim)).softmax(-1)
+            inner = (dot(queries[:, None], keys[None]) / root).softmax(-1)
             if select == "summary":
-                average = as_complex((inner @ v[h // rep, rows].double()).mean(0))
-                one = ((dot(average, keys) / math.sqrt(dim)).softmax(-1)[:, None] * keys).sum(0)
+                average = as_complex((inner @ text.v[h // text.rep, rows].double()).mean(0))
+                one = ((dot(average, keys) / root).softmax(-1)[:, None] * keys).sum(0)
             elif select == "representatives":
                 received = inner.sum(0).tolist()
                 one = keys[sorted(range(page), key=received.__getitem__, reverse=True)[:repr_tokens]].sum(0)
@@ -625,32 +584,32 @@ def page_scores(
     return found
 
 
-def low_dim_scores(
-    q: Tensor, k: Tensor, setting: Setting, page: int, low_dim: int, maps: Mapping[str, Tensor] | None, sample: int
-) -> Tensor:
+def low_dim_scores(text: Text, page: int, low_dim: int, maps: Mapping[str, Tensor] | None, sample: int) -> Tensor:
     """Return `[H, N, M]`: ESA's f of a page's best token, an equal share for every head."""
-    (n_heads, n, dim), n_pages = q.shape, q.shape[1] // page
-    far = torch.full((n,), max(1, setting.window // 2))
-    queries = [turned(q[h], far, setting) * setting.factor for h in range(n_heads)]
-    keys = k.transpose(0, 1).flatten(1).double()  # [N, G * D]
+    k, n_heads, n_pages, far = text.k, text.n_heads, text.n // page, max(1, text.window // 2)
+    queries = [text.seen_at(h, far) * text.setting.factor for h in range(n_heads)]
+    keys = k.transpose(0, 1).flatten(1)  # [N, G * D]
     if maps is None:
         basis = torch.tensor(directions(k[:, :sample], low_dim))
-        back = (keys @ basis @ basis.T).unflatten(1, (len(k), dim))
-        f = torch.stack(
-            [dot(queries[h][:, None], as_complex(back[:, h * len(k) // n_heads])[None]) for h in range(n_heads)]
-        ).sum(0)
+        back = (keys.double() @ basis @ basis.T).unflatten(1, (len(k), text.dim))
+        f = torch.stack([dot(queries[h][:, None], as_complex(back[:, h // text.rep])[None]) for h in range(n_heads)])
+        f = f.sum(0)
     else:
-        low_q = torch.cat([torch.cat((x.real, x.imag), 1) for x in queries], 1) @ maps["query"].double()
-        f = (low_q + maps["query_bias"].double()) @ (keys @ maps["key"].double() + maps["key_bias"].double()).T
+        f = mapped(queries, keys, maps)
     best = f[:, : n_pages * page].unflatten(1, (n_pages, page)).amax(2)
-    return best.expand(n_heads, n, n_pages) / n_heads
+    return best.expand(n_heads, text.n, n_pages) / n_heads
 
 
+def mapped(queries: list[Tensor], keys: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
+    """Return `f_q(q) · f_k(k)`, `[N, M]`, of all heads' rotated queries and of keys `[M, G * D]`, by learned maps."""
+    low_q = torch.cat([torch.cat((x.real, x.imag), 1) for x in queries], 1) @ maps["query"].double()
+    low_k = keys.double() @ maps["key"].double()
+    return (low_q + maps["query_bias"].double()) @ (low_k + maps["key_bias"].double()).T
+
+
+@definition
 def infllm(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
+    text: Text,
     block_size: int = 128,
     repr_tokens: int = 4,
     top_k: int = 16,
@@ -660,20 +619,16 @@ def infllm(
     top_p: float | None = None,
 ) -> Tables:
     """Define InfLLM, block of queries by block of queries."""
-    local = local or setting.window // 2
+    setting, n_heads, n, rep, i, j = text.setting, text.n_heads, text.n, text.rep, text.i, text.j
+    local = local or text.window // 2
     far = local if far is None else far
-    n_heads, n = q.shape[:2]
-    rep = n_heads // k.shape[0]
-    positions = torch.arange(n)
-    q_true = [turned(q[h], positions, setting) for h in range(n_heads)]
-    k_true = [turned(k[g], positions, setting) for g in range(k.shape[0])]
-    q_far, k_plain = turned(q, torch.full((n,), far), setting), as_complex(k)
-    i, j, everyone = indices(q)
+    q_far, k_plain = turned(text.q, torch.full((n,), far), setting), as_complex(text.k)
     mask = (j <= i) & (i - j < local)
 
     attended = torch.zeros(n_heads, n, dtype=torch.float64)  # by the local attention of all queries
     for h in range(n_heads):
-        logits = dot(q_true[h][:, None], k_true[h // rep][None]) / math.sqrt(q.shape[-1])
+        keys = turned(text.keys(h), text.at, setting)
+        logits = dot(text.seen_at(h, text.at)[:, None], keys[None]) / math.sqrt(text.dim)
         attended[h] = logits.masked_fill(~mask, -math.inf).softmax(-1).sum(0)
 
     def representatives(h: int, first: int) -> Tensor:
@@ -693,7 +648,7 @@ def infllm(
                     represented[first] = torch.stack([representatives(h, first) for h in range(n_heads)])
             relevance = {first: float(dot(asked[:, None], represented[first]).sum()) for first in firsts}
             memory = sorted(firsts, key=lambda first: -relevance[first])[:top_k]
-            n_products = n_heads * min(repr_tokens, block_size) * math.sqrt(q.shape[-1])
+            n_products = n_heads * min(repr_tokens, block_size) * math.sqrt(text.dim)
             weights = {first: math.exp(relevance[first] / n_products) for first in firsts}
             memory = reaching(top_p, [], memory, weights)
         else:
@@ -705,14 +660,12 @@ def infllm(
             seen = [token < sinks or token >= memory_end or blocks[token] in memory for token in old]
             mask[row, : len(old)] = torch.tensor(seen, dtype=torch.bool)
         start += size
-    return Tables(everyone(mask), everyone(torch.where(i - j < local, i - j, far)))
+    return Tables(text.everyone(mask), text.everyone(torch.where(i - j < local, i - j, far)))
 
 
+@definition
 def esa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
+    text: Text,
     sinks: int = 128,
     local: int | None = None,
     top_k: int | None = None,
@@ -725,13 +678,12 @@ def esa(
     heads: str = "sum",
 ) -> Tables:
     """Define ESA, block of queries by block of queries; `maps` are one layer's, with biases."""
-    local = local or setting.window // 2
+    k, setting, n_heads = text.k, text.setting, text.n_heads
+    local = local or text.window // 2
     far = local if far is None else far
-    top_k = top_k or setting.window // 4
-    n_heads, _, dim = q.shape
-    i, j, everyone = indices(q)
-    mask, distance = (j <= i).clone(), (i - j).clone()
-    rep = n_heads // k.shape[0]
+    top_k = top_k or text.window // 4
+    mask, distance = text.j <= text.i, text.i - text.j
+    turned_at_far = [text.seen_at(h, far) for h in range(n_heads)]
     basis: np.ndarray | None = None
     start = 0
     for size in setting.blocks:
@@ -739,31 +691,27 @@ def esa(
         if border > sinks:
             if compress == "pca" and basis is None:
                 basis = directions(k[:, :start], low_dim)
-            if basis is not None:  # key heads side by side, projected to the low dimension and back
-                rows = k[:, sinks:border].transpose(0, 1).flatten(1).double().numpy()
-                back = torch.tensor(rows @ basis @ basis.T)
-            f = torch.full((size, border - sinks), 0.0 if heads == "sum" else -math.inf, dtype=torch.float64)
+            rows = k[:, sinks:border].transpose(0, 1).flatten(1)  # key heads side by side
+            asking = [x[start : start + size] for x in turned_at_far]
+            if basis is not None:  # projected to the low dimension and back
+                rows = torch.tensor(rows.double().numpy() @ basis @ basis.T)
             if maps is not None:
-                placed = [turned(q[h, start : start + size], torch.full((size,), far), setting) for h in range(n_heads)]
-                low_q = torch.cat([torch.cat((x.real, x.imag), 1) for x in placed], 1) @ maps["query"].double()
-                low_k = torch.cat([k[g, sinks:border].double() for g in range(len(k))], 1) @ maps["key"].double()
-                f = (low_q + maps["query_bias"].double()) @ (low_k + maps["key_bias"].double()).T
-            for h in range(n_heads if maps is None else 0):
-                queries = turned(q[h, start : start + size], torch.full((size,), far), setting)
-                keys = as_complex(k[h // rep, sinks:border])
-                if basis is not None:
-                    keys = as_complex(back.unflatten(1, (k.shape[0], dim))[:, h // rep])
-                found = dot(queries[:, None], keys[None])
-                f = f + found if heads == "sum" else torch.maximum(f, found)
+                f = mapped(asking, rows, maps)
+            else:
+                keys = as_complex(rows.unflatten(1, (len(k), text.dim)).repeat_interleave(text.rep, 1))
+                found = torch.stack([dot(asking[h][:, None], keys[None, :, h]) for h in range(n_heads)])
+                f = found.sum(0) if heads == "sum" else found.amax(0)
             score = (f - f.max(dim=1, keepdim=True).values).max(dim=0).values.tolist()
             wide = [max(score[max(0, m - eps) : m + eps + 1]) for m in range(len(score))]
             best = sorted(range(len(wide)), key=lambda m: (-wide[m], m))[:top_k]
-            weights = dict(enumerate(math.exp(x / (n_heads if heads == "sum" else 1) / math.sqrt(dim)) for x in score))
+            weights = dict(
+                enumerate(math.exp(x / (n_heads if heads == "sum" else 1) / math.sqrt(text.dim)) for x in score)
+            )
             chosen = {*range(sinks), *(sinks + m for m in reaching(top_p, [], best, weights))}
             mask[start : start + size, :border] = torch.tensor([token in chosen for token in range(border)])
             distance[start : start + size, :border] = far
         start += size
-    return Tables(everyone(mask), everyone(distance))
+    return Tables(text.everyone(mask), text.everyone(distance))
 
 
 def directions(k: Tensor, low_dim: int) -> np.ndarray:
@@ -772,11 +720,9 @@ def directions(k: Tensor, low_dim: int) -> np.ndarray:
     return np.linalg.svd(rows - rows.mean(axis=0))[2][: min(low_dim, len(rows) - 1)].T
 
 
+@definition
 def delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
+    text: Text,
     method: str = "streaming",
     every: int = 64,
     dense: str | None = None,
@@ -786,47 +732,38 @@ def delta(
     """Define delta attention: small blocks and firsts of groups are dense; others get their first's error."""
     name, knobs = spelled(method)
     if name in ("streaming", "lm_infinite"):
-        knobs = {"local": setting.window // 4} | knobs
-    sparse = DEFINITIONS[name](q, k, v, setting, **knobs)
+        knobs = {"local": text.window // 4} | knobs
+    given = text.q, text.k, text.v, text.setting
+    sparse = DEFINITIONS[name](*given, **knobs)
     dense_name, dense_knobs = spelled(dense or {"lm_infinite": "rerope", "esa": "rerope"}.get(name, "full"))
-    whole = DEFINITIONS[dense_name](q, k, v, setting, **dense_knobs)
-    n, is_dense, rows, start = q.shape[1], [], [], 0
-    for size in setting.blocks or [q.shape[1]]:
+    whole = DEFINITIONS[dense_name](*given, **dense_knobs)
+    is_dense, rows, start = [], [], 0
+    for size in text.setting.blocks or [text.n]:
         for i in range(start, start + size):
             is_dense.append(size <= dense_up_to or i % every == 0)
             rows.append(-1 if is_dense[-1] or not correct else i - i % every)
         start += size
     each = torch.tensor(is_dense)
-    one = torch.ones(n, dtype=torch.float64)
+    one = torch.ones(text.n, dtype=torch.float64)
     scales = [one if tables.scale is None else tables.scale for tables in (whole, sparse)]
     mask, distance = (torch.where(each[:, None], a, b) for a, b in zip(whole[:2], sparse[:2], strict=True))
     first = Tables(mask, distance, torch.where(each, *scales))
     return first._replace(correction=(sparse, torch.tensor(rows)))
 
 
-def xattention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    setting: Setting,
-    stride: int = 8,
-    block_size: int | None = None,
-    top_p: float = 0.9,
-) -> Tables:
+@definition
+def xattention(text: Text, stride: int = 8, block_size: int | None = None, top_p: float = 0.9) -> Tables:
     """Define XAttention, block of queries by block of queries; queries of a block that a pass cuts attend all keys."""
-    size = block_size or max(stride, 2, min(128, setting.window // 32) // stride * stride)
-    n_heads, n, dim = q.shape
-    i, j, everyone = indices(q)
-    mask, at, n_tiles = everyone(j <= i).clone(), torch.arange(n), n // stride
-    for h in range(n_heads):
-        queries, keys = turned(q[h], at, setting), turned(k[h // (n_heads // len(k))], at, setting)
+    size = block_size or max(stride, 2, min(128, text.window // 32) // stride * stride)
+    setting, n, n_tiles = text.setting, text.n, text.n // stride
+    mask = text.everyone(text.j <= text.i).clone()
+    tile = torch.arange(n_tiles) * stride
+    for h in range(text.n_heads):
+        queries, keys = text.seen_at(h, text.at), turned(text.keys(h), text.at, setting)
         logits = torch.zeros(n_tiles, n_tiles, dtype=torch.float64)
         for offset in range(stride):
-            asking, asked = (
-                torch.arange(n_tiles) * stride + stride - 1 - offset,
-                torch.arange(n_tiles) * stride + offset,
-            )
-            logits += dot(queries[asking][:, None], keys[asked][None]) / stride / math.sqrt(dim)
+            asking, asked = queries[tile + stride - 1 - offset], keys[tile + offset]
+            logits += dot(asking[:, None], asked[None]) / stride / math.sqrt(text.dim)
         start = 0
         for n_queries in setting.blocks or [n]:
             for b in range(n // size):
@@ -841,7 +778,7 @@ def xattention(
                 for c in set(range(b)) - set(chosen):
                     mask[h, b * size : (b + 1) * size, c * size : (c + 1) * size] = False
             start += n_queries
-    return Tables(mask, everyone(i - j))
+    return Tables(mask, text.everyone(text.i - text.j))
 
 
 def spelled(text: str) -> tuple[str, dict[str, Any]]:
@@ -852,23 +789,3 @@ def spelled(text: str) -> tuple[str, dict[str, Any]]:
     for key, _, value in (pair.partition("=") for pair in pairs):
         knobs[key] = words[value] if value in words else int(value) if value.isdigit() else value
     return name, knobs
-
-
-DEFINITIONS: dict[str, Callable[..., Tables]] = {
-    "dca": dca,
-    "delta": delta,
-    "esa": esa,
-    "full": full,
-    "infllm": infllm,
-    "lm_infinite": lm_infinite,
-    "longheads": longheads,
-    "oracle": oracle,
-    "pages": pages,
-    "quest": quest,
-    "random": random,
-    "reattention": reattention,
-    "rerope": rerope,
-    "self_extend": self_extend,
-    "streaming": streaming,
-    "xattention": xattention,
-}
