@@ -19,7 +19,7 @@ BETWEEN = {
 PUBLIC = {f"lce.{name}" for name in "errors sizes progress files system".split()}
 PUBLIC |= {"lce", "lce.methods", "lce.methods.auto", "lce.methods.lowdim", "lce.methods.map_file"}
 PUBLIC |= {
-    f"lce.methods.{name}" for name in "attending joint own_window selection selective selectors turned_keys".split()
+    f"lce.methods.{name}" for name in "attending full joint selection selective selectors turned_keys".split()
 }  # parts
 PUBLIC |= {"lce.engine.options", "lce.engine.sizing"}  # options, and the method and sizes of a model that is not loaded
 PUBLIC |= {f"lce.terminal.{name}" for name in "exits options output reading".split()}  # for whoever adds a command

@@ -15,7 +15,7 @@ answer. `Method` promises all but `analysis`, for classes that only declare part
 - `noted`: the chunks or tokens that queries choose are passed to `Step.note`.
 - `kept`: only `keep` and `keep_queries` write the method's state; attention does not.
 - `by_head`: a KV head's outputs depend on no other KV head.
-- `plain`: attention to spans is what the parts say, and nothing is kept but keys, values and recent keys.
+- `plain`: all parts are spans, attention is what they say, and only keys, values and recent keys are kept.
 - `dense`, of a method that chooses chunks: a text of no more chunks than a query attends has full attention.
 - `complete`, of the same: in a recorded step, incomplete chunks change no score or choice of other chunks.
 - `kernel`, of the same: a GPU kernel may choose as `plain_choice` says.

@@ -1,10 +1,11 @@
-"""Full causal attention: every key, at its true distance."""
+"""Full causal attention: every key, at its true distance; and the layers with a sliding window of their own."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from lce.cache.layout import AccessPattern
 from lce.methods.base import Method
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
@@ -27,3 +28,20 @@ class Full(Method):
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         yield Part(keys=(i + 1 - layer.sliding_window if layer.sliding_window else 0, i + 1), query_at=i)
+
+
+@dataclass(frozen=True)
+class OwnWindow(Method):
+    """The attention of a layer with a sliding window of its own: the last `size` tokens, the query's own included.
+
+    Keys are cached at their absolute positions, rotated by the layer's own RoPE. Gemma 3 and OLMo 3 have such layers.
+    """
+
+    size: int
+
+    @property
+    def access(self) -> AccessPattern:
+        return AccessPattern(local=self.size - 1)
+
+    def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
+        yield Part(keys=(i + 1 - self.size, i + 1), query_at=i)

@@ -3,23 +3,20 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from lce.attention import merge
 from lce.cache.layer import LayerCache
 from lce.errors import UsageError
-from lce.methods.attending import attend_spans, declared, placed_parts, scaled
+from lce.methods.attending import attend_spans, placed_parts, scaled
 from lce.methods.base import ATTENTION, Method, Promise
 from lce.methods.knobs import settings
 from lce.methods.observed import Wrapped
-from lce.methods.parts import CHOSEN
 from lce.methods.step import ModelFacts, Step
 from lce.methods.turned_keys import TurnedKeys
 
 BETWEEN = " --prefill-method "  # between the names of both methods, as a command line has them
 PREFILL = "prefill_method."  # begins the names of the knobs of the method of prefill
-MOST_LAYERS = 1024  # layers in which `resolve` looks for parts of chosen keys
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Handover(Wrapped, promises={"by_head": ATTENTION}):
 
     def resolve(self, window: int) -> Self:
         made = replace(self, inner=self.inner.resolve(window), prefill=self.prefill.resolve(window))
-        if made.prefill != made.inner and not _is_spans(made.prefill):
+        if made.prefill != made.inner and not made.prefill.promised("plain"):
             raise UsageError(
                 f"prefill_method is {made.prefill.label}, which chooses keys or keeps a state of its own; "
                 "expected full, dca, rerope, self_extend, streaming, lm_infinite without top_k, or "
@@ -93,11 +90,3 @@ class Handover(Wrapped, promises={"by_head": ATTENTION}):
             turned = TurnedKeys(self.inner.key_positions, at, cache, own)
             found.append(attend_spans(q, placed, turned, own))  # type: ignore[arg-type]
         return merge(found)
-
-
-def _is_spans(method: Method) -> bool:
-    if not method.promised("plain"):
-        return False
-    layers = {method.layer_kind(layer): layer for layer in range(MOST_LAYERS)}.values()
-    parts = (part for layer in layers for part in declared(method, torch.zeros(1, dtype=torch.int64), layer, 1, None))
-    return all(part.keys != CHOSEN for part in parts)

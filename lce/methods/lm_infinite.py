@@ -61,7 +61,7 @@ class LMInfinite(LocalMethod, promises=dict.fromkeys(PROMISES, ATTENTION)):
             yield Part(keys=CHOSEN, query_at=self.n_local)
 
     def promised(self, what: Promise) -> bool:
-        return super().promised(what) and (what != "recorded" or not self.top_k)
+        return super().promised(what) and (what not in ("recorded", "plain") or not self.top_k)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         n_middle = block.stop - self.n_local - self.sinks

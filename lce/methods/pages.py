@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 from lce.methods.base import Example, filled, knob
 from lce.methods.budget import Budget
 from lce.methods.choosing import block_of
-from lce.methods.placement import SideBySide
 from lce.methods.registry import check_renamed, register
-from lce.methods.selection import Placement, Selection, Selector, Share
+from lce.methods.selection import Placement, Selection, Selector, Share, SideBySide
 from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import Bounds
 from lce.methods.step import ModelFacts

@@ -8,9 +8,8 @@ from lce.errors import UsageError
 from lce.methods.base import Example, filled, knob, resolved
 from lce.methods.budget import TOP_P, Budget
 from lce.methods.choosing import block_of
-from lce.methods.placement import SideBySide
 from lce.methods.registry import register
-from lce.methods.selection import Selection, Share
+from lce.methods.selection import Selection, Share, SideBySide
 from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import BestKey
 

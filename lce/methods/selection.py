@@ -26,7 +26,7 @@ from lce.methods.base import Method, resolved
 from lce.methods.budget import Budget
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.knobs import Knobs, fill_in
-from lce.methods.parts import Part
+from lce.methods.parts import CHOSEN, Part
 from lce.methods.step import ModelFacts, Step
 
 Share = Literal["head", "group", "layer"]  # which heads choose together: none, the query heads of a KV head, or all
@@ -257,3 +257,26 @@ class Selection:
                 f"{label}: with queries=page all queries of a page attend as many pages; drop budget.{other}"
             )
         return made
+
+
+@dataclass(frozen=True)
+class SideBySide(Placement, name="side_by_side"):
+    """The placement of LongHeads: chosen chunks side by side from position 0, then the own chunk, within the window."""
+
+    true_within: ClassVar[bool] = True
+
+    def limit(self, selection: Selection, window: int) -> int | None:
+        return window if (selection.n_choices + 1) * selection.size > window else None
+
+    def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
+        return indices % size
+
+    def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
+        """Return the `Part`. Chunks are cached at positions 0..L-1, so the query's position is lower by s·L for slot s.
+
+        Example: L = 4, two slots, index 13 (own chunk 3, offset 1): the query is at 9 for slot 0, at 5 for slot 1.
+        """
+        size = selection.size
+        taken = (i // size).clamp(max=selection.n_choices)
+        behind = (taken[:, None] - torch.arange(n_slots, device=i.device)).clamp(min=0) * size
+        return Part(CHOSEN, behind + (i % size)[:, None], n_slots=taken)

@@ -20,8 +20,8 @@ from lce.methods.budget import TOP_P, Budget
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span
 from lce.methods.parts import CHOSEN, LayerFacts, Part
-from lce.methods.placement import OneDistance, SideBySide, TruePositions
-from lce.methods.selection import Placement, Selection, Selector, Sizes
+from lce.methods.placement import OneDistance, TruePositions
+from lce.methods.selection import Placement, Selection, Selector, SideBySide, Sizes
 from lce.methods.selectors import OPEN_QUERIES, SUMMARIES, Summary, SummarySelector
 from lce.methods.step import DeviceStep, Step
 from lce.methods.turned_keys import recent_keys, unrotated

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lce.methods import LayerCache, Method, Step, rotate
-from lce.methods.own_window import OwnWindow
+from lce.methods.full import OwnWindow
 from lce.methods.turned_keys import pieces, unrotated_keys
 
 Judge = Literal["true", "constant"]
