@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lce import errors
 from lce.errors import BusyError as BusyError
 from lce.errors import CapacityError as CapacityError
 from lce.errors import DataError as DataError
@@ -59,44 +60,23 @@ if TYPE_CHECKING:
     from lce.profiling import Profile as Profile
     from lce.progress import Progress as Progress
 
+# The module of each public name: this file's imports of names as themselves are the only list of them.
 _HOMES = {
-    "lce.engine.answer": ("Constraint", "GenerationOptions"),
-    "lce.engine.arguments": ("Sampling",),
-    "lce.engine.batch": ("Batch",),
-    "lce.engine.chat": ("Conversation",),
-    "lce.engine.context": ("Context",),
-    "lce.engine.engine": ("Engine",),
-    "lce.engine.info": ("ContextInfo", "ModelInfo", "info"),
-    "lce.engine.loading": ("load",),
-    "lce.engine.operations": ("Operations", "operations"),
-    "lce.engine.planning": ("Plan",),
-    "lce.engine.profile": ("profiled", "profiled_step"),
-    "lce.engine.quantising": ("quantize",),
-    "lce.engine.requests": ("BatchStream",),
-    "lce.engine.scoring": ("TokenScores",),
-    "lce.engine.setup": ("Setup",),
-    "lce.engine.sizing": ("plan",),
-    "lce.engine.stream": ("AsyncStream", "Generation", "Piece", "Stats", "Stream", "TokenLogprobs"),
-    "lce.engine.trace": ("Trace",),
-    "lce.methods.base": ("Method",),
-    "lce.methods.selective": ("SelectiveMethod",),
-    "lce.profiling": ("Profile",),
-    "lce.progress": ("Progress",),
+    name: home for home, name in re.findall(r"from (\S+) import (\w+) as \2\n", Path(__file__).read_text("utf-8"))
 }
 
 wait_passively()  # torch may be imported next, by lce or by whoever imports lce
 
 if not TYPE_CHECKING:  # a type checker that saw this function would accept any name
-    _raised = [name for name in vars(errors) if name.endswith(("Error", "Warning"))]
-    __all__ = sorted([*(name for names in _HOMES.values() for name in names), *_raised, "__version__", "methods"])
+    __all__ = sorted(_HOMES)
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
+        if name not in _HOMES:
             raise AttributeError(f"module 'lce' has no attribute {name!r}")
         check_environment()
         if name == "methods":
             return importlib.import_module("lce.methods")
-        return getattr(importlib.import_module(next(home for home, own in _HOMES.items() if name in own)), name)
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
     def __dir__() -> list[str]:
         return __all__

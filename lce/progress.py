@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,15 +77,10 @@ def label_now(label: Label) -> str:
     return label if isinstance(label, str) else label()
 
 
-@contextmanager
-def reported(progress: Progress | bool | None, label: Label, unit: str = " tok") -> Iterator[Progress]:
-    """Yield the callback for a user's option `progress`. For True it draws a bar on stderr, or in Jupyter a widget."""
+def reported(progress: Progress | bool | None, label: Label, unit: str = " tok") -> AbstractContextManager[Progress]:
+    """Return the context of the callback for a user's option `progress`; True draws a bar, or in Jupyter a widget."""
     check_progress(progress)
-    if progress is not True:
-        yield progress or (lambda done, total: None)
-        return
-    with _bar(label, unit) as advance:
-        yield advance
+    return _bar(label, unit) if progress is True else nullcontext(progress or (lambda done, total: None))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lce.errors import WindowWarning
-from lce.progress import Label, bars_cleared, label_now, reported, silenced
+from lce.progress import Label, Progress, bars_cleared, label_now, reported, silenced
 from lce.sizes import size_text
 from lce.system import peak_memory
 
@@ -100,14 +100,10 @@ class Output:
         if self.quiet and command is not None:
             command.with_resource(silenced())  # until the command ends: its process may go on
 
-    @contextmanager
-    def bar(self, label: Label, unit: str) -> Iterator[Callable[[int, int], None]]:
-        """Show progress on stderr: a bar, or a line now and then. Yield a function of the units done and the total."""
-        if not self.quiet and sys.stderr.isatty():
-            with reported(True, label, unit) as advance:
-                yield advance
-        else:
-            yield (lambda done, total: None) if self.quiet else ProgressLines(label, unit)
+    def bar(self, label: Label, unit: str) -> AbstractContextManager[Progress]:
+        """Show progress on stderr: a bar, or a line now and then. Return the context of the function to report to."""
+        is_bar = not self.quiet and sys.stderr.isatty()
+        return reported(is_bar or (None if self.quiet else ProgressLines(label, unit)), label, unit)
 
     @contextmanager
     def noting(self, *dropped: type[Warning]) -> Iterator[list[str]]:
