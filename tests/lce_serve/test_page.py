@@ -34,20 +34,16 @@ def test_the_page_needs_no_key_has_no_data_and_lets_only_its_own_scripts_run(ser
     service.settings = replace(service.settings, key="s3cret", model="a-secret-name")
     client = TestClient(application(service), base_url=URL)
     found, again = client.get(path), client.get(path)
-    assert found.status_code == 200
-    assert found.headers["content-type"].startswith("text/html")
+    assert (found.status_code, found.headers["content-type"].partition(";")[0]) == (200, "text/html")
     policy = found.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; ")
-    assert "unsafe" not in policy
-    assert "http" not in policy
+    assert not re.search("unsafe|http", policy)
     nonce = re.findall(r"'nonce-([\w-]+)'", policy)
     assert nonce[0] == nonce[1] not in again.text
-    assert re.findall(r"<(?:script|style)[^>]*>", found.text)
-    for tag in re.findall(r"<(?:script|style)[^>]*>", found.text):
-        assert f'nonce="{nonce[0]}"' in tag
-    assert "<!--lce:" not in found.text
-    assert "secret" not in found.text
-    assert not re.search(r"""(?:src|href)=["'](?:https?:)?//""", found.text)
+    tags = re.findall(r"<(?:script|style)[^>]*>", found.text)
+    assert tags
+    assert all(f'nonce="{nonce[0]}"' in tag for tag in tags)
+    assert not re.search(r"""<!--lce:|secret|(?:src|href)=["'](?:https?:)?//""", found.text)
     assert client.post("/inspect", json={"prompt": "x"}).status_code == 401
     service.draining = True
     assert client.get(path).status_code == 200
@@ -91,9 +87,8 @@ def test_a_recording_has_the_choices_of_the_engines_own_trace(client: TestClient
     ids = own.tokenizer.encode_parts(own.tokenizer.render_chat(HI, True))
     answer = own.generate(ids, max_tokens=6).token_ids
     assert "".join(recording["tokens"]) == own.tokenizer.decode(ids, skip_special=False)
-    assert len(run["generated"]) == len(answer)
     first = run["blocks"][0][0]
-    assert first == len(ids) - inspecting.LAST
+    assert (len(run["generated"]), first) == (len(answer), len(ids) - inspecting.LAST)
     assert run["looked"] == list(range(first, len(ids) + len(answer) - 1))
     trace, found = own.trace([*ids, *answer[:-1]]), choices_of(run)
     for place, layer in enumerate(run["choosing"]):
@@ -109,11 +104,10 @@ def test_what_was_read_for_an_answer_is_not_read_again(client: TestClient, capfd
     answer = client.post("/v1/chat/completions", json=asked).json()
     again = recorded(client, max_tokens=12, **how)
     assert text_of(again) == answer["choices"][0]["message"]["content"]
-    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    *_, line = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     n = answer["usage"]["prompt_tokens"]
-    assert lines[-1]["endpoint"] == "/inspect"
-    assert (lines[-1]["prompt_tokens"], lines[-1]["generated_tokens"]) == (n, 12)
-    assert lines[-1]["cached_tokens"] == n - inspecting.LAST
+    found = [line[name] for name in ("endpoint", "prompt_tokens", "generated_tokens", "cached_tokens")]
+    assert found == ["/inspect", n, 12, n - inspecting.LAST]
     cached = client.post("/v1/chat/completions", json=asked).json()["usage"]["prompt_tokens_details"]
     assert cached["cached_tokens"] >= n - 1
 
@@ -122,8 +116,8 @@ def test_a_prompt_and_a_named_context_are_recorded_too(client: TestClient) -> No
     client.post("/contexts", json={"name": "book", "prompt": TEXT, "method": "streaming"})
     found = recorded(client, messages=None, prompt=" and the dog?", context="book", max_tokens=2)
     assert "".join(found["tokens"]).endswith(TEXT + " and the dog?")
-    assert found["runs"][0]["method"] == "streaming"
-    assert found["runs"][0]["blocks"][0][0] == client.get("/contexts").json()["data"][0]["n_tokens"]
+    begun = client.get("/contexts").json()["data"][0]["n_tokens"]
+    assert (found["runs"][0]["method"], found["runs"][0]["blocks"][0][0]) == ("streaming", begun)
     assert recorded(client, messages=None, prompt=TEXT, max_tokens=1)["runs"][0]["method"] == "full"
 
 
@@ -144,9 +138,8 @@ def test_a_prompt_and_a_named_context_are_recorded_too(client: TestClient) -> No
 )
 def test_what_cannot_be_recorded(client: TestClient, fields: dict[str, Any], words: str) -> None:
     answer = client.post("/inspect", json={"messages": HI, "max_tokens": 2, **fields})
-    assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"]
-    assert "\n" not in answer.json()["error"]["message"]
+    said = answer.json()["error"]["message"]
+    assert (answer.status_code, words in said, "\n" in said) == (400, True, False), said
 
 
 def test_a_recording_is_bounded(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +148,7 @@ def test_a_recording_is_bounded(client: TestClient, monkeypatch: pytest.MonkeyPa
     for most, words in ((n // 4, "a recording would have about"), (n - 50, "the recording has")):  # times differ
         monkeypatch.setattr(inspecting, "MOST_BYTES", most)
         answer = client.post("/inspect", json=body)
-        assert answer.status_code == 400
-        assert words in answer.json()["error"]["message"]
+        assert (answer.status_code, words in answer.text) == (400, True), answer.text
 
 
 def test_work_beside_the_batch_is_done_one_after_the_other_and_given_up(service: Service) -> None:
@@ -180,9 +172,7 @@ def test_work_beside_the_batch_is_done_one_after_the_other_and_given_up(service:
     assert events == ["begins", "ends"] * 2
 
 
-def test_a_client_that_goes_away_ends_its_recording(
-    service: Service, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_client_that_goes_away_ends_its_recording(service: Service, monkeypatch: Any, capfd: Any) -> None:
     begun, ended, record = threading.Event(), threading.Event(), inspecting._recorded
 
     def held(*given: Any) -> Any:
@@ -207,9 +197,7 @@ def test_a_client_that_goes_away_ends_its_recording(
 
 # The page in a browser ----------------------------------------------------------------------------------------------
 
-needs_chromium = pytest.mark.skipif(
-    chromium() is None, reason="Chromium is not installed (Debian: apt-get install chromium)"
-)
+needs_chromium = pytest.mark.skipif(chromium() is None, reason="Chromium is not installed: apt-get install chromium")
 IDLE = "document.getElementById('stop').disabled && !document.getElementById('main').hidden"
 TALK = "document.getElementById('talk')"
 
@@ -266,9 +254,8 @@ def test_a_document_is_asked_over_turns_and_answered_as_by_the_api(
     shown: Page, client: TestClient, service: Service, engine: lce.Engine, tmp_path: Path
 ) -> None:
     words = [i for i in range(2, 300) if re.fullmatch(r" [a-z]+", engine.tokenizer.decode([i]))]
-    with_options(
-        service, logit_bias=dict.fromkeys(words, 100.0)
-    )  # whole words are the same tokens when they are read again
+    # Whole words are the same tokens when they are read again.
+    with_options(service, logit_bias=dict.fromkeys(words, 100.0))
     (tmp_path / "fox.txt").write_text(TEXT, encoding="utf-8")
     upload(shown, tmp_path / "fox.txt")
     shown.wait("document.getElementById('document').textContent.includes('fox.txt')")
@@ -294,19 +281,19 @@ def test_a_document_is_asked_over_turns_and_answered_as_by_the_api(
 @needs_chromium
 def test_a_long_answer_is_stopped_and_the_conversation_goes_on(shown: Page, service: Service) -> None:
     with_options(service, logit_bias={77: 100})  # it never ends
+    busy = f"{TALK}.querySelector('.answer').ariaBusy"
     send(shown, "go on", tokens=3000)
     shown.wait(f"{TALK}.querySelector('.answer').textContent.length > 20")
-    assert shown.value(f"{TALK}.querySelector('.answer').ariaBusy") == "true"
+    assert shown.value(busy) == "true"
     click(shown, "#stop")
     shown.wait(IDLE)
     within(lambda: until(lambda: not service.batch.gauges()["running"], 20))
     assert "stopped" in shown.value(f"{TALK}.querySelector('.figures').textContent")
-    assert shown.value(f"{TALK}.querySelector('.answer').ariaBusy") == "false"
+    assert shown.value(busy) == "false"
     said = answers(shown)[0]
     send(shown, "and now?", tokens=3)
     shown.wait(f"{TALK}.querySelectorAll('.answer').length === 2 && {IDLE}")
-    assert answers(shown)[0] == said
-    assert error(shown) == ""
+    assert (answers(shown)[0], error(shown)) == (said, "")
 
 
 @needs_chromium

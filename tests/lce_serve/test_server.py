@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from lce_serve.service import Service
-from tests.command import Process, assert_error, output, run, until
+from tests.command import Process, assert_error, run, until
 from tests.lce_serve.conftest import is_healthy, serving, with_options
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
@@ -109,11 +109,6 @@ def test_what_ends_the_command_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (found.exit_code, found.stdout) == (3, ""), found.stderr
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert_error(run("serve", "-m", "demo"), 2, "pip install 'lce[serve]'")
-
-
-def test_the_command_line_imports_neither_torch_nor_starlette() -> None:
-    code = "import sys, lce.cli, lce_serve.serving; print({'torch', 'starlette', 'uvicorn'} & set(sys.modules))"
-    assert output(code) == "set()\n"
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from lce.errors import ModelError
 from lce.models.config import ModelConfig, RopeConfig
 from lce.models.layers import read_config
 from lce.weights.source import Source
-from tests.command import output
 
 # As published, with the keys that lce does not read left out.
 LLAMA_2: dict[str, Any] = json.loads("""{
@@ -268,10 +267,6 @@ def test_the_ends_of_text_of_both_files(tmp_path: Path) -> None:
     assert read(tmp_path, without(LLAMA_2, "eos_token_id"), {"eos_token_id": 7}).eos_ids == (7,)
     with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id is 99999; expected token ids"):
         read(tmp_path, LLAMA_2, {"eos_token_id": 99999})
-
-
-def test_importing_it_does_not_import_torch() -> None:
-    assert output("import sys, lce.models.config; print('torch' in sys.modules)") == "False\n"
 
 
 NUMBERS = [0, -1, 1.5, 4096.0, True, "4096", [4096], float("nan"), float("inf"), 10**400, 2**40]

@@ -149,9 +149,10 @@ def test_no_tokenizer(tmp_path: Path) -> None:
             call()
 
 
-def test_importing_it_is_light() -> None:
-    check = "import lce.tokenizer.tokenizer, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    assert output(check) == "[]\n"
+def test_importing_it_or_configs_or_the_command_line_is_light() -> None:
+    check = "import sys, lce.tokenizer.tokenizer, lce.models.config, lce.cli, lce_serve.serving\n"
+    check += "print({'torch', 'transformers', 'starlette', 'uvicorn'} & {*sys.modules})"
+    assert output(check) == "set()\n"
 
 
 def test_a_prompt_of_ids() -> None:

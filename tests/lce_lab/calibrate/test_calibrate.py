@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-from collections import defaultdict
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -16,8 +15,8 @@ import torch
 
 import lce
 from lce.errors import CapacityError, DataError, UsageError
-from lce.methods import ESA, LayerCache, Step, esa
-from lce.methods.lowdim import LearnedFor, LowDimMap
+from lce.methods import ESA, esa
+from lce.methods.lowdim import LearnedFor
 from lce.methods.map_file import read_sealed, sealed
 from lce_lab.calibrate import Calibration, Recall, calibrate, learn, work_folder
 from lce_lab.eval.prose import sentences
@@ -61,46 +60,38 @@ def test_as_many_dimensions_as_the_keys_lose_nothing(tiny_model: Path, out: Path
         assert (engine.logits(ids) - exact.logits(ids)).abs().max() < 1e-4
 
 
+def noted(monkeypatch: Patch, owner: Any, name: str) -> list[Any]:
+    """The arguments of a function's calls from now on."""
+    function, calls = getattr(owner, name), list[Any]()
+    monkeypatch.setattr(owner, name, lambda *given: calls.append(given) or function(*given))
+    return calls
+
+
 @pytest.mark.parametrize("rope", [{}, {"rope": "yarn", "rope_factor": 2}], ids=["plain", "yarn"])
 def test_queries_are_learned_as_placed(tiny_model: Path, out: Path, monkeypatch: Patch, rope: dict[str, Any]) -> None:
-    learned, placed = [], []
-    learn_layer, scorer = learn.Calibrator.learn, esa.scorer
-    noted = lambda self, q, *rest: learned.append(q) or learn_layer(self, q, *rest)  # noqa: E731
-    monkeypatch.setattr(learn.Calibrator, "learn", noted)
-    monkeypatch.setattr(esa, "scorer", lambda self, q, *rest: placed.append(q) or scorer(self, q, *rest))
+    learned, placed = noted(monkeypatch, learn.Calibrator, "learn"), noted(monkeypatch, esa, "scorer")
     calibrate(tiny_model, TEXT, out, Calibration(low_dim=4, tokens=512, epochs=1, far=5), **rope)
     method = ESA(maps=str(out), low_dim=4, sinks=1, local=2, top_k=2, far=5)
     engine = lce.load(tiny_model, method, block=8, **rope)
     engine.prefill(engine.tokenizer.encode(TEXT, bos=False)[:16])
-    first = placed[0].transpose(0, 1).flatten(1)
-    assert torch.allclose(first, learned[0][8:16], atol=1e-5)  # the first layer's, before choices differ
+    first = placed[0][1].transpose(0, 1).flatten(1)
+    assert torch.allclose(first, learned[0][1][8:16], atol=1e-5)  # the first layer's, before choices differ
 
 
 def test_long_pieces_are_read_by_exact_scores(tiny_model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """The queries that are learned from are those of `esa` with exact scores, in the layer above its choices too."""
-    learned: dict[int, torch.Tensor] = {}
-    chosen_by: dict[int, list[torch.Tensor]] = defaultdict(list)
-    learn_layer, scorer = learn.Calibrator.learn, esa.scorer
-
-    def note_learned(self: learn.Calibrator, q: torch.Tensor, k: torch.Tensor, start: LowDimMap, layer: int) -> Any:
-        learned[layer] = q
-        return learn_layer(self, q, k, start, layer)
-
-    def note_scored(self: ESA, q: torch.Tensor, cache: LayerCache, step: Step) -> Any:
-        chosen_by[cache.index].append(q)
-        return scorer(self, q, cache, step)
-
-    monkeypatch.setattr(learn.Calibrator, "learn", note_learned)
+    learned = noted(monkeypatch, learn.Calibrator, "learn")
     options = Calibration(low_dim=4, tokens=8 * 256, epochs=1, far=20, piece=256)
     calibrate(tiny_model, TEXT, tmp_path / "maps.safetensors", options)
-    monkeypatch.setattr(esa, "scorer", note_scored)
+    scored = noted(monkeypatch, esa, "scorer")
     engine = lce.load(tiny_model, ESA(compress="none", far=20))
     engine.prefill(engine.tokenizer.encode(TEXT, bos=False)[:256])
-    assert [*chosen_by] == [*learned] == [0, 1]
-    for layer, blocks in chosen_by.items():
+    assert [layer for *_, layer in learned] == [0, 1]
+    for _, queries, *_, layer in learned:
+        blocks = [q for _, q, cache, _ in scored if cache.index == layer]
         choosing = torch.cat(blocks, dim=1).transpose(0, 1).flatten(1)
         assert len(choosing) == 64, "the last four blocks of 16 tokens have more than `top_k` to choose from"
-        assert torch.allclose(choosing, learned[layer][192:256], atol=1e-5)
+        assert torch.allclose(choosing, queries[192:256], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -271,11 +262,10 @@ def test_a_damaged_file_changes_no_map(tiny_model: Path, begun: Path, whole: Map
         (begun / kind).write_bytes(damage)
         notes: list[str] = []
         calibrate(tiny_model, TEXT, out, TINY, force=True, note=notes.append)
-        assert bytes_of(out) == whole
-        assert len(notes) == 1
-        assert kind in notes[0]
-        assert notes[0].isprintable()
-        assert not begun.exists()
+        assert (bytes_of(out), begun.exists()) == (whole, False)
+        (note,) = notes
+        assert kind in note
+        assert note.isprintable()
 
 
 def test_a_file_of_another_plan_changes_no_map(tiny_model: Path, begun: Path, whole: Maps, tmp_path: Path) -> None:

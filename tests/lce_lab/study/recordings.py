@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 
 ALWAYS = 8  # tokens at the end that every query attends
-
-
 LAYERS, HEADS = 2, 4
 
 

@@ -1,7 +1,6 @@
 """Runs that a page asks for: checked, bounded, one at a time, and cancelled."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from lce.errors import LceError
 from lce.methods import LongHeads, available, find, make
 from lce_lab.study.live import MOST_NEW, Busy, Live, knobs_of, requested
+from tests.command import until
 
 TEXT = "The old miller took the bread out of the oven. " * 3
 ASKED: dict[str, Any] = {"prompt": TEXT, "method": "longheads", "knobs": {"chunk_size": 4}, "max_tokens": 2}
@@ -25,11 +25,8 @@ def live(tiny_model: Path) -> Iterator[Live]:
 
 def finished(live: Live) -> dict[str, Any]:
     """The state when no run is under way."""
-    deadline = time.monotonic() + 60
-    while (state := live.state())["state"] == "running":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return state
+    until(lambda: live.state()["state"] != "running")
+    return live.state()
 
 
 def test_a_run_and_its_recording(live: Live) -> None:
@@ -104,9 +101,8 @@ def test_about_names_every_method_and_its_knobs(live: Live) -> None:
     assert (group["choices"], group["words"], group["default"]) == (None, ["auto"], 8)
     (growth,) = (knob for knob in knobs_of(find("pages")) if knob["name"] == "budget.growth")
     assert (growth["choices"], growth["default"]) == (["sqrt", "linear"], None)
-    assert requested({"prompt": "x", "method": "self_extend", "knobs": {"group": "auto"}})[1] == make(
-        "self_extend", {"group": "auto"}
-    )
+    auto = {"group": "auto"}
+    assert requested({"prompt": "x", "method": "self_extend", "knobs": auto})[1] == make("self_extend", auto)
     assert "maps" not in {knob["name"] for knob in knobs_of(find("esa"))}
     for each in about["methods"]:
         plain = {knob["name"]: knob["default"] for knob in each["knobs"]}

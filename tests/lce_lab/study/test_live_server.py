@@ -16,6 +16,7 @@ from lce.errors import UsageError
 from lce_lab.study import live_server as servers
 from lce_lab.study.live import Live
 from lce_lab.study.live_server import LiveServer
+from tests.command import until
 
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, content
 
@@ -71,8 +72,7 @@ def assert_refused(answer: Answer, status: int) -> None:
     """4xx, and one line of JSON with an error."""
     got, headers, content = answer
     assert got == status, content
-    assert headers["Content-Type"] == "application/json"
-    assert content.count(b"\n") == 1
+    assert (headers["Content-Type"], content.count(b"\n")) == ("application/json", 1)
     assert set(json.loads(content)) == {"error"}
 
 
@@ -80,9 +80,8 @@ def test_the_page_and_its_headers(server: LiveServer) -> None:
     status, headers, content = ask(server)
     html = content.decode()
     (nonce,) = {*re.findall(r'nonce="([\w-]+)"', html)}
-    assert status == 200
-    known = {"base": f"/{server.token}/", "prompt": "<b>"}
-    assert json.loads(html.partition('id="lce-live">')[2].partition("</script>")[0]) == known
+    live = json.loads(html.partition('id="lce-live">')[2].partition("</script>")[0])
+    assert (status, live) == (200, {"base": f"/{server.token}/", "prompt": "<b>"})
     policy = headers["Content-Security-Policy"]
     assert policy.startswith(f"default-src 'none'; script-src 'nonce-{nonce}' 'self'; ")
     assert "unsafe" not in policy
@@ -90,8 +89,8 @@ def test_the_page_and_its_headers(server: LiveServer) -> None:
     assert not any(name.startswith("Access-Control") for name in headers)
     assert nonce not in ask(server)[2].decode(), "a nonce is used once"
     assert len(server.token) >= 22
-    assert server.address == f"http://127.0.0.1:{server.port}/{server.token}/"
-    assert server.server_address[0] == "127.0.0.1"
+    address = f"http://127.0.0.1:{server.port}/{server.token}/"
+    assert (server.address, server.server_address[0]) == (address, "127.0.0.1")
 
 
 def test_a_run_over_http(server: LiveServer) -> None:
@@ -99,10 +98,8 @@ def test_a_run_over_http(server: LiveServer) -> None:
     status, _, content = ask(server, "run", body)
     assert status == 202
     number = json.loads(content)["id"]
-    deadline = time.monotonic() + 60
-    while (state := json.loads(ask(server, "state")[2]))["state"] == "running":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: json.loads(ask(server, "state")[2])["state"] != "running")
+    state = json.loads(ask(server, "state")[2])
     assert (state["state"], state["id"]) == ("done", number)
     source = state["recording"]["runs"][0]["segments"][0]["src"]
     status, headers, content = ask(server, source)

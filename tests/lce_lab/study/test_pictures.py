@@ -86,6 +86,7 @@ def test_dollars_of_a_text_are_no_formulas(tmp_path: Path) -> None:
 
 def test_what_cannot_be_drawn(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = record(tiny_model, ["full"], "the old dogs", max_tokens=0, spread=0, last=1)
+    assert found["runs"][0]["label"] == "full", "no knob was set"
     with pytest.raises(UsageError, match="full chooses nothing in this text"):
         draw_choices(found, tmp_path / "choices.png")
     with pytest.raises(UsageError, match=r"unknown kind of picture '\.gif'"):
