@@ -7,10 +7,12 @@ A buffer is copied to a file in memory (Linux' memfd) when its context is first 
 to the file, after the shared rows. Each fork maps the file privately: the operating system copies a page of 4 KiB when
 the fork first writes to that page. A context that is about to overwrite shared rows maps the file privately, too.
 
-The file has no name, so no other process can open it. A seal (F_SEAL_SHRINK) keeps it from being truncated, so access
-to a mapping cannot fail. On systems without such files, and on devices other than the CPU, each fork gets a copy.
+A process has one such file, of which each context gets a part: so contexts hold no file descriptors, however many there
+are. The file has no name, so no other process can open it. A seal (F_SEAL_SHRINK) keeps it from being truncated, so
+access to a mapping cannot fail. On systems without such files, and on devices other than the CPU, a fork gets a copy.
 """
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -18,7 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from weakref import WeakSet
+from threading import Lock
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -30,6 +33,11 @@ PAGE = mmap.PAGESIZE
 UNRESERVED = 0x4000  # Linux' flag MAP_NORESERVE of mmap
 ALL = 1 << 62  # a number of rows larger than any cache has
 MAPPED = 64 << 10  # a tensor of so many bytes has a mapping of its own
+PUNCH_HOLE = 3  # Linux' mode of fallocate that frees memory of a file: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_lock = Lock()
+_file: Descriptor | None = None  # this process's file in memory
 
 
 @torch.inference_mode(mode=False)  # so that code outside inference mode can write to the tensor, too
@@ -43,27 +51,57 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-class MemoryFile:
-    """A file in memory, of a fixed size, and one context's mappings: one whose writes change the file, one private."""
+class _Part:
+    """A part of this process's file in memory. Its memory is freed when no context and no mapping refers to it."""
 
     def __init__(self, n_bytes: int) -> None:
-        self._descriptor = Descriptor(os.memfd_create("lce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        os.ftruncate(self._descriptor, n_bytes)
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        self._size = n_bytes
-        self._mappings: dict[bool, mmap.mmap] = {}  # each is made once, because it holds a file descriptor
+        global _file
+        with _lock:
+            if _file is None:
+                file = Descriptor(os.memfd_create("lce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+                _file = file
+            self.file, self.start, self.n_bytes = _file, os.fstat(_file).st_size, n_bytes
+            os.ftruncate(self.file, self.start + n_bytes)
+        finalize(self, _free, self.file, self.start, n_bytes).atexit = False
+
+    def mapped(self, flags: int) -> "ctypes.Array[ctypes.c_uint8]":
+        """Map this part. Python's `mmap` is of no use here, because each of its mappings holds a file descriptor."""
+        n_bytes, access = ctypes.c_size_t(self.n_bytes), mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, n_bytes, access, flags, self.file, ctypes.c_long(self.start))
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), "cannot map memory")
+        memory = (ctypes.c_uint8 * self.n_bytes).from_address(address)
+        finalize(memory, _unmap, address, self).atexit = False
+        return memory
+
+
+def _free(file: Descriptor, start: int, n_bytes: int) -> None:
+    if file is _file:  # else a child process may read the part
+        _libc.fallocate(file, PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(n_bytes))
+
+
+def _unmap(address: int, part: _Part) -> None:
+    _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(part.n_bytes))
+
+
+class MemoryFile:
+    """A part of the file in memory, and one context's mappings: one whose writes change the file, one private."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._part = _Part(n_bytes)
+        self._mappings: dict[bool, ctypes.Array[ctypes.c_uint8]] = {}
 
     def for_fork(self) -> "MemoryFile":
-        """Return a new `MemoryFile` for another context, with its own mappings of the same file in memory."""
+        """Return a new `MemoryFile` for another context, with its own mappings of the same part."""
         other = copy(self)
         other._mappings = {}
         return other
 
     def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool) -> Tensor:
-        """Return a tensor over the file from byte `start` on. If `private`, writes do not change the file."""
+        """Return a tensor over the part from its byte `start` on. If `private`, writes do not change the file."""
         if private not in self._mappings:
-            flags = mmap.MAP_PRIVATE | UNRESERVED if private else mmap.MAP_SHARED
-            self._mappings[private] = mmap.mmap(self._descriptor, self._size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._mappings[private] = self._part.mapped(mmap.MAP_PRIVATE | UNRESERVED if private else mmap.MAP_SHARED)
         count = torch.Size(shape).numel()
         return torch.frombuffer(self._mappings[private], dtype=dtype, count=count, offset=start).view(*shape)
 
@@ -136,7 +174,9 @@ _living: WeakSet[RowBuffer] = WeakSet()
 
 
 def _freeze_all() -> None:
-    """Make all contexts write to private mappings from now on, because a child process will have the files, too."""
+    """Make all contexts write to private mappings, and to a new file, because a child process will have the old one."""
+    global _file, _lock
+    _file, _lock = None, Lock()
     for rows in list(_living):
         rows._frozen = ALL
 

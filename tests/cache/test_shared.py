@@ -1,5 +1,6 @@
 """Forks: they share the memory of what was there, and nothing that one of them does is seen by another."""
 
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -140,7 +141,28 @@ def test_forks_add_what_they_append() -> None:
     assert process_bytes() - before <= whole / 10 + 2 * pages
 
 
-def test_a_process_that_is_forked_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_contexts_hold_no_file_descriptors_and_give_their_memory_back() -> None:
+    def family() -> list[KVCache]:
+        cache = KVCache.empty(LAYOUT)
+        read(cache, [1] * 30)
+        return [cache, cache.fork()]
+
+    kept = family()
+    n_open, n_bytes = len(os.listdir("/proc/self/fd")), file_bytes()
+    more = [family() for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert file_bytes() > 10 * n_bytes
+    more.clear()
+    assert (file_bytes(), kept[1].length) == (n_bytes, 30)
+
+
+def file_bytes() -> int:
+    gc.collect()
+    assert shared._file is not None
+    return os.fstat(shared._file).st_blocks * 512
+
+
+def test_a_process_that_is_forked_keeps_its_own() -> None:
     cache = KVCache.empty(LAYOUT)
     read(cache, [1] * 30)
     fork = cache.fork()
@@ -161,6 +183,7 @@ def test_a_process_that_is_forked_keeps_its_own(monkeypatch: pytest.MonkeyPatch)
 def test_where_memory_cannot_be_shared_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache.empty(LAYOUT)
     read(cache, [1] * 30)
+    monkeypatch.setattr(shared, "_file", None)
     monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError(24, "Too many open files")))
     fork = cache.fork()
     assert not any(x.can_share(0) for each in (cache, fork) for layer in each.layers for x, _, _ in layer.shareable())
