@@ -21,6 +21,7 @@ from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from threading import Lock
+from typing import Any
 from weakref import WeakSet, finalize
 
 import torch
@@ -51,59 +52,50 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-class _Part:
-    """A part of this process's file in memory. Its memory is freed when no context and no mapping refers to it."""
+class MemoryFile:
+    """A part of the file in memory, and one context's mappings of it: one whose writes change the file, one private.
+
+    All contexts that have the part have one object `_shared`. When it is freed, the part's memory is freed.
+    """
 
     def __init__(self, n_bytes: int) -> None:
         global _file
         with _lock:
-            if _file is None:
-                file = Descriptor(os.memfd_create("lce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-                fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-                _file = file
-            self.file, self.start, self.n_bytes = _file, os.fstat(_file).st_size, n_bytes
-            os.ftruncate(self.file, self.start + n_bytes)
-        finalize(self, _free, self.file, self.start, n_bytes).atexit = False
+            file = Descriptor(os.memfd_create("lce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) if _file is None else _file
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            self._place = file, os.fstat(file).st_size, n_bytes
+            os.ftruncate(file, sum(self._place[1:]))
+            _file = file
+        self._shared = self._mapped(mmap.MAP_SHARED)
+        finalize(self._shared, _free, *self._place).atexit = False
+        self._private = self._mapped(mmap.MAP_PRIVATE | UNRESERVED)
 
-    def mapped(self, flags: int) -> "ctypes.Array[ctypes.c_uint8]":
-        """Map this part. Python's `mmap` is of no use here, because each of its mappings holds a file descriptor."""
-        n_bytes, access = ctypes.c_size_t(self.n_bytes), mmap.PROT_READ | mmap.PROT_WRITE
-        address = _libc.mmap(None, n_bytes, access, flags, self.file, ctypes.c_long(self.start))
+    def for_fork(self) -> "MemoryFile":
+        """Return a new `MemoryFile` for another context, with a private mapping of its own of the same part."""
+        other = copy(self)
+        other._private = self._mapped(mmap.MAP_PRIVATE | UNRESERVED)
+        return other
+
+    def _mapped(self, flags: int) -> Any:
+        """Map the part, without Python's `mmap`, of which each object holds a file descriptor."""
+        (file, start, n_bytes), access = self._place, mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, ctypes.c_size_t(n_bytes), access, flags, file, ctypes.c_long(start))
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), "cannot map memory")
-        memory = (ctypes.c_uint8 * self.n_bytes).from_address(address)
-        finalize(memory, _unmap, address, self).atexit = False
+        memory: Any = (ctypes.c_uint8 * n_bytes).from_address(address)
+        memory.whole = getattr(self, "_shared", None)
+        finalize(memory, _libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(n_bytes)).atexit = False
         return memory
+
+    def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool) -> Tensor:
+        """Return a tensor over the part from its byte `start` on. If `private`, writes do not change the file."""
+        memory, count = self._private if private else self._shared, torch.Size(shape).numel()
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(*shape)
 
 
 def _free(file: Descriptor, start: int, n_bytes: int) -> None:
     if file is _file:  # else a child process may read the part
         _libc.fallocate(file, PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(n_bytes))
-
-
-def _unmap(address: int, part: _Part) -> None:
-    _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(part.n_bytes))
-
-
-class MemoryFile:
-    """A part of the file in memory, and one context's mappings: one whose writes change the file, one private."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self._part = _Part(n_bytes)
-        self._mappings: dict[bool, ctypes.Array[ctypes.c_uint8]] = {}
-
-    def for_fork(self) -> "MemoryFile":
-        """Return a new `MemoryFile` for another context, with its own mappings of the same part."""
-        other = copy(self)
-        other._mappings = {}
-        return other
-
-    def tensor(self, start: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool) -> Tensor:
-        """Return a tensor over the part from its byte `start` on. If `private`, writes do not change the file."""
-        if private not in self._mappings:
-            self._mappings[private] = self._part.mapped(mmap.MAP_PRIVATE | UNRESERVED if private else mmap.MAP_SHARED)
-        count = torch.Size(shape).numel()
-        return torch.frombuffer(self._mappings[private], dtype=dtype, count=count, offset=start).view(*shape)
 
 
 ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, called only once per file and fork
@@ -196,8 +188,6 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
         return
     try:
         file = MemoryFile(end)
-        for private in (True, False):  # if a mapping cannot be made, it fails here and not in a fork
-            file.tensor(0, (end,), torch.uint8, private=private)
     except OSError:
         return
     for x, start, n, shape in moving:
