@@ -133,14 +133,11 @@ class Fields:
         """
         value = self._filled(key, {})
         if part is not None:
-            return self._of_type(key, value).section(part)
+            if not isinstance(value, dict) or not value.keys() <= {*LAYER_TYPES}:
+                raise self.refusal(key, f"null or an object for each of {', '.join(LAYER_TYPES)}")
+            return Fields(f"{self.where}: {key}", value).section(part)
         if not isinstance(value, dict) or any(isinstance(inner, dict) for inner in value.values()):
             raise self.refusal(key, "null or one flat object for all layers")
-        return Fields(f"{self.where}: {key}", value)
-
-    def _of_type(self, key: str, value: object) -> Fields:
-        if not isinstance(value, dict) or not value.keys() <= {*LAYER_TYPES}:
-            raise self.refusal(key, f"null or an object for each of {', '.join(LAYER_TYPES)}")
         return Fields(f"{self.where}: {key}", value)
 
 

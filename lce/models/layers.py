@@ -103,10 +103,9 @@ class Model:
         return self._replays.run(self.embedded(ids), self._through, attend)
 
     def _through(self, x: Tensor, attend: Attend) -> Tensor:
-        borders = self.borders
         for layer in self.layers:
-            if layer.index in borders:
-                x = x.to(borders[layer.index])
+            if layer.index in self.borders:
+                x = x.to(self.borders[layer.index])
             x = layer(x, attend)
         return x
 

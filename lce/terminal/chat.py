@@ -57,11 +57,14 @@ class ChatLoop:
             self._note_turns()
             self._note("Type a message, or /help. Ctrl-D ends.")
         with keyboard() if self.terminal else nullcontext():
-            goes_on, entry = True, _message(first)
-            while goes_on:
+            entry = _message(first)
+            while True:
                 try:
-                    goes_on = self._obey(entry)
-                    entry = self._read() if goes_on else ""
+                    if entry.startswith("/") and not entry.startswith("//"):
+                        self._command(*entry[1:].split(maxsplit=1))
+                    elif entry.strip():
+                        self._answer(entry.removeprefix("/"))
+                    entry = self._read()
                 except EOFError:
                     return
                 except (KeyboardInterrupt, LceError) as error:
@@ -70,13 +73,6 @@ class ChatLoop:
                     entry = ""
                     self._note(f"error: {error}" if isinstance(error, LceError) else "\nCtrl-D ends the chat.")
                     self._note_files()
-
-    def _obey(self, entry: str) -> bool:
-        if entry.startswith("/") and not entry.startswith("//"):
-            return self._command(*entry[1:].split(maxsplit=1))
-        if entry.strip():
-            self._answer(entry.removeprefix("/"))
-        return True
 
     def _read(self) -> str:
         """Read a command, or a message of one or more lines. Raises `EOFError` at the end of stdin."""
@@ -102,7 +98,7 @@ class ChatLoop:
             raise EOFError
         return decoded(raw, "stdin").rstrip("\r\n")
 
-    def _command(self, name: str = "", argument: str = "") -> bool:
+    def _command(self, name: str = "", argument: str = "") -> None:
         path = os.path.expanduser(argument.strip())
         match name:
             case "file" if not path:
@@ -124,11 +120,10 @@ class ChatLoop:
             case "help":
                 self._note(HELP)
             case "exit":
-                return False
+                raise EOFError
             case _:
                 hint = nearest(f"/{name}", ["/file", "/save", "/reset", "/help", "/exit"])
                 raise UsageError(f"/{name} is no command; {hint}; begin with // to send it as a message")
-        return True
 
     def _answer(self, line: str) -> None:
         before, message = len(self.conversation.messages), "\n\n".join([*self.files, line])

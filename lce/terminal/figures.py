@@ -221,17 +221,14 @@ def operations_lines(counted: Operations) -> list[str]:
         found = [(getattr(work, name), 1 if whole else work.tokens) for work in (counted.prefill, counted.decode)]
         return [text, *("not counted" if n is None else shown(n / tokens) for n, tokens in found)]
 
-    def size(n_bytes: float) -> str:
-        return size_text(round(n_bytes))
-
     rows = [
         ["a token", "prefill", "decode"],
         *(row(text, name, count_text) for name, text in COUNTED.items()),
         row("multiply-adds", "operations", count_text),
         row("FLOPs, 2 a multiply-add", "flops", count_text),
         row("share of causal attention", "share", "{:.2%}".format, whole=True),
-        *(row(f"read: {text}", name, size) for name, text in READ.items()),
-        row("bytes read", "bytes_read", size),
+        *(row(f"read: {text}", name, lambda n: size_text(round(n))) for name, text in READ.items()),
+        row("bytes read", "bytes_read", lambda n: size_text(round(n))),
     ]
     steps = counted.decode.tokens
     last = "the last token's decode" if steps == 1 else f"the decode of the last {steps:,}"

@@ -101,15 +101,6 @@ def parse_knobs(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
     return knobs
 
 
-def parse_names(_ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """Return each name once: the callback of a repeatable option that also takes lists with commas."""
-    names = list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
-    if values and not names:
-        known = "lce eval tasks" if param.name == "tasks" else "lce methods"
-        raise click.BadParameter(f"no name is given; expected one of `{known}`")
-    return names if param.name == "tasks" else list(dict.fromkeys(map(method_name, names)))
-
-
 def parse_name(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
     """Return a method's name: the callback of an option or argument that takes one name, or one file."""
     return None if value is None else method_name(value)
@@ -152,11 +143,6 @@ def seeded(sampling: lce.Sampling) -> lce.Sampling:
     if sampling.seed is not None and sampling.temperature == 0:
         note("--seed changes nothing at temperature 0, which takes the likeliest token; give --temperature too")
     return sampling
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """Return the options of sampling that the command line names. They are checked later, by `chat_sampling`."""
-    return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def flag(usage: str, help: str, default: Any = None, *, dest: str | None = None, **how: Any) -> Decorator:
@@ -226,7 +212,11 @@ given_prompt_options = packed("prompt", dict, *PROMPT)
 planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knobs_option, _PREFILL_METHOD)
 method_or_context_options = packed("method", dict, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
 sampling_options = packed("sampling", lambda **own: seeded(lce.Sampling(**own)), *flags_of(Sampling).values())
-given_sampling_options = packed("sampling", _given, *flags_of(Sampling, defaults=False).values())
+given_sampling_options = packed(  # the options that the command line names; `chat_sampling` checks them later
+    "sampling",
+    lambda **own: {name: value for name, value in own.items() if value not in (None, ())},
+    *flags_of(Sampling, defaults=False).values(),
+)
 _LOADING = flags_of(LoadOptions, ranks={"callback": _join})
 loading_options = packed("loading", _loading, *(each for name, each in _LOADING.items() if name != "ranks"))
 divided_loading_options = packed("loading", _loading, *_LOADING.values())

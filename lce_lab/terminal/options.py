@@ -11,12 +11,23 @@ from click import argument
 
 import lce
 from lce.errors import UsageError
-from lce.terminal.options import COUNT, KNOBS, flag, knobs_option, packed, parse_name, parse_names
+from lce.terminal.options import COUNT, KNOBS, flag, knobs_option, packed, parse_name
+from lce.terminal.reading import method_name
 from lce_lab.terminal.methods import methods_of
+
+
+def _each_once(_ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    """Return each name once: the callback of a repeatable option that also takes lists with commas."""
+    names = list(dict.fromkeys(name.strip() for value in values for name in value.split(",") if name.strip()))
+    if values and not names:
+        known = "lce eval tasks" if param.name == "tasks" else "lce methods"
+        raise click.BadParameter(f"no name is given; expected one of `{known}`")
+    return names if param.name == "tasks" else list(dict.fromkeys(map(method_name, names)))
+
 
 _METHOD = flag("--method NAME", "One of `lce methods`, or a file FILE.py.", default="full", callback=parse_name)
 _NAMES = "One of `lce methods`, FILE.py, or all that serve the model; repeatable, or a list with commas."
-_METHODS = flag("--method NAME", _NAMES, ["full"], dest="names", multiple=True, callback=parse_names)
+_METHODS = flag("--method NAME", _NAMES, ["full"], dest="names", multiple=True, callback=_each_once)
 
 
 def _methods(names: list[str], knobs: dict[str, str], *, selecting: bool = False) -> list[lce.Method]:
@@ -67,7 +78,7 @@ def _asked(task: str, task_knobs: dict[str, str], **how: Any) -> tuple[Any, Any]
     return make_tasks([task], task_knobs)[0], MadeSuite(**how)
 
 
-_TASKS: dict[str, Any] = {"dest": "tasks", "multiple": True, "callback": parse_names}
+_TASKS: dict[str, Any] = {"dest": "tasks", "multiple": True, "callback": _each_once}
 _SHARD = flag("--shard I/N", "Ask the I-th of N parts, counted from 0.", default="0/1")
 _SUITE = (
     flag("--task NAME", "One of `lce eval tasks`, or all; repeatable, or a list with commas.", ["passkey"], **_TASKS),
