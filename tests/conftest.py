@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is loaded: kernels for a GPU run on CPU tensors
 
 from lce.errors import ModelError
-from lce.weights.finding import source_of
+from lce.weights.source import source_of
 from tests.checkpoints import save_tiny
 from tests.compiling import take_turns
 from tests.depth import mark_slow

@@ -20,7 +20,7 @@ from lce.models.config import ModelConfig
 from lce.models.layers import model_class, read_config
 from lce.models.products import products_in
 from lce.progress import Progress, check_progress, reported
-from lce.weights.finding import source_of
+from lce.weights.source import source_of
 from lce.weights.tensor_groups import TensorGroup, tensor_groups
 
 

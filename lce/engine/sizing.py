@@ -30,9 +30,8 @@ from lce.models.layers import model_class, read_config
 from lce.models.ranks import ALONE, Ranks
 from lce.sizes import count
 from lce.weights.checkpoint import Checkpoint, scheme_of
-from lce.weights.finding import source_of
 from lce.weights.packed import Scheme
-from lce.weights.source import Source
+from lce.weights.source import Source, source_of
 
 EXPECTED_DEVICES = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"
 Borders = tuple[tuple[int, torch.device], ...]  # (first layer, device) of each device except the first

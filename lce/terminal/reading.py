@@ -188,7 +188,7 @@ def named_methods(method: str, knobs: Mapping[str, Any], prefill_method: str | N
 def _n_tokens(model: str, text: str) -> int:
     """Return the number of a text's tokens. Loads no weights."""
     from lce.models.layers import read_config
-    from lce.weights.finding import source_of
+    from lce.weights.source import source_of
 
     source = source_of(model)
     return len(source.tokenizer(read_config(source).vocab_size).encode(text))

@@ -29,11 +29,23 @@ from lce.errors import CapacityError, ModelError, UsageError, nearest, shown
 from lce.files import named, open_regular, read_file
 from lce.progress import notice
 from lce.sizes import size_text
-from lce.weights import safetensors_file
+from lce.weights.folder import INDEX, WEIGHTS, other_file, read_shards
 from lce.weights.gguf_packed import SCHEMES, Blocks, fill_blocks
 from lce.weights.gguf_types import BY_NAME
 from lce.weights.packed import LARGEST, METADATA, ROUNDED, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
-from lce.weights.safetensors_file import DTYPES, STORED, Damaged, TensorInfo, allocate, few, fill, pread, stamp_of
+from lce.weights.safetensors_file import (
+    AGAIN,
+    DTYPES,
+    STORED,
+    Damaged,
+    TensorInfo,
+    allocate,
+    few,
+    fill,
+    pread,
+    read_header,
+    stamp_of,
+)
 
 _CPU = torch.device("cpu")
 _IN_BLOCKS = BY_NAME.keys() - DTYPES.keys()
@@ -101,12 +113,10 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Find the weights, as transformers does, and check every header. Raises ModelError if one is damaged."""
-        whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        if not os.path.lexists(whole):
-            if os.path.lexists(index):
-                return cls(folder, *safetensors_file.read_shards(folder, index))
-            whole = safetensors_file.other_file(folder)
-        tensors, metadata, stamp = safetensors_file.read_header(whole)
+        whole = folder / WEIGHTS
+        if not os.path.lexists(whole) and (whole := other_file(folder)).name == INDEX:
+            return cls(folder, *read_shards(whole))
+        tensors, metadata, stamp = read_header(whole)
         if METADATA not in metadata:
             return cls(folder, tensors, {whole: stamp})
         manifest = Manifest.read(metadata[METADATA], whole, tensors)
@@ -301,7 +311,7 @@ class Checkpoint:
         """
         for name, digest in self.manifest.files.items() if self.manifest else ():
             if digest != sha256_of(read_file(self.folder / name, LARGEST) or b""):
-                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", safetensors_file.AGAIN)
+                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", AGAIN)
         done, total = 0, sum(info.stop - info.start for info in self.tensors.values())
         with self._opened() as files:
             for name, info in self.tensors.items():

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -25,12 +24,11 @@ from lce.progress import is_silent, notice
 from lce.sizes import size_text
 from lce.system import existing
 from lce.tokenizer.tokenizer import LARGEST_FILE
-from lce.weights.checkpoint import Checkpoint
-from lce.weights.safetensors_file import few, only_name, weight_map_of
-from lce.weights.source import BESIDE, CONFIG, SHARD, VOCABULARIES, GgufSource, Source
+from lce.weights.folder import BESIDE, CONFIG, INDEX, VOCABULARIES, weight_map_of, weights_in
+from lce.weights.gguf_file import SHARD
+from lce.weights.safetensors_file import few
 
-_INDEX = "model.safetensors.index.json"
-_SMALL = (CONFIG, *BESIDE, _INDEX)
+_SMALL = (CONFIG, *BESIDE, INDEX)
 _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}\w)?"  # the owner or the name
 _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>\w[\w./-]{{0,200}}))?(?::(?P<file>[^:]+))?", re.ASCII)
 _NAME = re.compile(r"(?:\w[\w.+ ()-]*/)*\w[\w.+ ()-]*", re.ASCII)  # a file's: no part of it begins with a dot
@@ -66,44 +64,23 @@ class HubId:
         return f"hf download {self.repo}{file}" + ("" if self.revision == "main" else f" --revision {self.revision}")
 
 
-@dataclass(frozen=True)
-class HubFolder(Source):
-    """A folder in the hub's cache. Unless only small files are wanted, missing weights are downloaded."""
+def fetched(
+    model: HubId, revision: str, small_only: bool, *, weights: bool = False, ask: bool = True
+) -> "tuple[Snapshot, Path]":
+    """Return a model's commit, and its folder or GGUF file, once its config and tokenizer, or `weights`, are there.
 
-    snapshot: "Snapshot"
-
-    @cached_property
-    def checkpoint(self) -> Checkpoint:
-        return Checkpoint.open(self._with_weights(ask=not self.snapshot.small_only).path)
-
-    @property
-    def has_weights(self) -> bool:
-        try:
-            return self._with_weights(ask=False).path.is_dir()
-        except ModelError:
-            return False
-
-    def _with_weights(self, *, ask: bool) -> Source:
-        return _found(self.snapshot.id, self.snapshot.commit, self.snapshot.small_only, weights=True, ask=ask)
-
-
-def hub_source(model: HubId, *, metadata_only: bool) -> Source:
-    """Return a model of the hub, with its config and tokenizer. With `metadata_only`, no weights are downloaded."""
-    return _found(model, model.revision, metadata_only, weights=False)
-
-
-def _found(model: HubId, revision: str, small_only: bool, *, weights: bool, ask: bool = True) -> Source:
-    """Return a model: from the cache if it has all, else from the hub; offline also without files of the tokenizer."""
+    They are looked for in the cache, then on the hub if it may be asked. Offline, files of the tokenizer may be absent.
+    """
     found, cache = None, f"the hub's cache, {cache_folder()}"
     absent = f"{model} is no file or folder{_hint(model.repo)}, and is not in {cache}"
     if (cached := Snapshot.cached(model, revision, small_only)) is not None:
         try:
-            found = cached.source(weights=weights)
+            found = cached, cached.path(weights=weights)
         except ModelError as error:
             if not (weights or isinstance(error, Absent)):
                 raise
             absent = f"{model} is in {cache}, without its weights" if weights else str(error)
-    if found and (weights or not ask or (found.vocabulary and found.read("tokenizer_config.json") is not None)):
+    if found and (weights or not ask or found[0].has_tokenizer or found[1].is_file()):
         return found
     if not ask:
         raise Absent(f"{absent}; download it by `{model.command}`")
@@ -113,14 +90,14 @@ def _found(model: HubId, revision: str, small_only: bool, *, weights: bool, ask:
             remote = Snapshot.listed(model, asked, small_only)
         except NoRevision:  # the commit that the cache has is no longer on the hub
             remote = Snapshot.listed(model, revision, small_only)
-        made = remote.source(weights=weights)
+        path = remote.path(weights=weights)
     except Unreachable as error:
         if not found:
             raise Unreachable(f"{absent}, and {error}") from error
         notice(f"files of the tokenizer of {model} may be missing, and {error}")
         return found
     remote.remember(revision)
-    return made
+    return remote, path
 
 
 class Absent(ModelError):
@@ -219,28 +196,27 @@ class Snapshot:
                 ref.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(ref, self.commit.encode())
 
-    def source(self, *, weights: bool) -> Source:
-        """Return the model in these files once its config and tokenizer, or all of it, are in the cache."""
+    @property
+    def has_tokenizer(self) -> bool:
+        return "tokenizer_config.json" in self.names and not self.names.isdisjoint(VOCABULARIES)
+
+    def path(self, *, weights: bool) -> Path:
+        """Return the model's folder or GGUF file once its config and tokenizer, or `weights` too, are in the cache."""
         ggufs = sorted(name for name in self.names if name.endswith(".gguf"))
         plain = sorted(name for name in self.names if "/" not in name)
-        is_folder = any(name.endswith(".safetensors") or name == _INDEX for name in plain)
+        is_folder = any(name.endswith(".safetensors") or name == INDEX for name in plain)
         if self.id.file is not None or not (is_folder or (CONFIG in plain and not ggufs)):
             shards = self._shards(ggufs)
-            return GgufSource(self.fetch(shards) / shards[0])
+            return self.fetch(shards) / shards[0]
         beside = [name for name in BESIDE if name in plain]
         if VOCABULARIES[0] in beside:
             beside = [name for name in beside if name != VOCABULARIES[1]]
         folder = self.fetch([CONFIG, *beside])
-        if weights:
-            self.fetch(self._weights(plain))
-        return HubFolder(folder, self)
-
-    def _weights(self, names: Sequence[str]) -> list[str]:
-        if "model.safetensors" in names:
-            return ["model.safetensors"]
-        if _INDEX not in names:
-            return [only_name(names, str(self.id))]
-        return [_INDEX, *sorted(set(weight_map_of(self.fetch([_INDEX]) / _INDEX).values()))]
+        if weights and (name := weights_in(plain, str(self.id))):
+            self.fetch([name])
+            if name == INDEX:
+                self.fetch(sorted(set(weight_map_of(folder / INDEX).values())))
+        return folder
 
     def _shards(self, names: Sequence[str]) -> list[str]:
         """Return the shards of the GGUF file that the id names; without a name, of the only one."""

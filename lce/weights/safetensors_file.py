@@ -1,4 +1,4 @@
-"""Safetensors files: finds the files of a folder, checks their headers in full, and reads tensors into memory.
+"""Safetensors files: checks their headers in full, and reads tensors into memory.
 
 A file has eight bytes of header length, the header (a JSON object: name -> dtype, shape, data_offsets), and the data.
 The tensors must fill the data exactly: no overlap, no hole, nothing left over. The header's size is limited before the
@@ -10,7 +10,6 @@ import hashlib
 import math
 import mmap
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.errors import CapacityError, ModelError, shown
-from lce.files import named, object_of, open_regular, read_file
+from lce.files import named, object_of, open_regular
 from lce.sizes import size_text
 from lce.system import executor
 
@@ -40,7 +39,6 @@ ITEM_SIZES = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack")
 _LARGEST_SIZE = 2**48  # The largest size of one dimension.
 _MOST_DIMENSIONS = 64
 
@@ -84,63 +82,6 @@ class Damaged(ModelError):
 
     def __init__(self, path: Path, what: str, remedy: str = "") -> None:
         super().__init__(f"{named(path)}: {what}; {remedy or 'the file is damaged or incomplete: download it again'}")
-
-
-def other_file(folder: Path) -> Path:
-    """Return the only safetensors file of a folder that has neither `model.safetensors` nor an index."""
-    try:
-        return folder / only_name(sorted(os.listdir(folder)), named(folder))
-    except OSError as error:
-        fault = f"cannot be read ({error.strerror}); check the path and its permissions"
-        raise ModelError(f"{named(folder)} {fault}") from None
-
-
-def only_name(names: Sequence[str], where: str) -> str:
-    """Return the only safetensors file in `names`. Mistral's `consolidated*`, with other tensor names, comes last."""
-    found = [name for name in names if name.endswith(".safetensors")]
-    own = [name for name in found if not name.startswith(("consolidated", "adapter"))]
-    best = [name for name in own if name.startswith("model")] or own or found
-    if len(best) == 1 and not re.search(r"-\d+-of-\d+\.", best[0]):
-        return best[0]
-    if best:
-        remedy = "download model.safetensors.index.json, or leave one whole file"
-        raise ModelError(f"{where} has {few(best)} but no index; expected one file or shards with an index; {remedy}")
-    if others := [name for name in names if name.endswith(_OTHER_WEIGHTS)]:
-        remedy = "convert them, e.g. with transformers' save_pretrained(folder, safe_serialization=True)"
-        raise ModelError(f"{where} has weights only as {few(others)}; lce reads safetensors and GGUF; {remedy}")
-    raise ModelError(f"{where} has no weights; expected model.safetensors or shards with an index; check the path")
-
-
-def weight_map_of(index: Path) -> dict[str, str]:
-    """Return the shard of each tensor that an index lists. Raises ModelError for a shard that is not a plain name."""
-    found = object_of(read_file(index, LARGEST_HEADER), index, MOST_VALUES, unique=True).get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
-        raise Damaged(index, "weight_map is not an object of tensor names and file names")
-    for shard in sorted(set(found.values())):  # no path; the file may be a link, as in Hugging Face's cache
-        if PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors") or "\0" in shard:
-            remedy = "use a checkpoint from a source you trust"
-            raise ModelError(f"{named(index)}: the shard {shown(shard)} is not a plain *.safetensors name; {remedy}")
-    return found
-
-
-def read_shards(folder: Path, index: Path) -> tuple[dict[str, TensorInfo], dict[Path, tuple[int, ...]]]:
-    """Read the headers of the shards that an index lists. Return their tensors by name, and the shards' stamps."""
-    weight_map = weight_map_of(index)
-    shards = sorted(set(weight_map.values()))
-    if missing := [shard for shard in shards if not os.path.lexists(folder / shard)]:
-        raise ModelError(f"{named(folder)} lacks {len(missing)} of the index's shards ({few(missing)}); download them")
-    tensors, stamps = dict[str, TensorInfo](), dict[Path, tuple[int, ...]]()
-    for shard in shards:
-        found, _, stamps[folder / shard] = read_header(folder / shard)
-        for name, info in found.items():
-            if name in tensors or weight_map.get(name, shard) != shard:
-                raise Damaged(index, f"tensor {shown(name)} is in {shown(shard)} and in another shard")
-            tensors[name] = info
-        if len(tensors) > MOST_TENSORS:
-            raise Damaged(index, f"its shards have more than {MOST_TENSORS} tensors")
-    if absent := [name for name in weight_map if name not in tensors]:
-        raise Damaged(index, f"its shards lack {len(absent)} of the tensors that it lists ({few(absent)})")
-    return tensors, stamps
 
 
 def few(names: Sequence[str]) -> str:

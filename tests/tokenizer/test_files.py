@@ -9,7 +9,8 @@ from lce.errors import ModelError
 from lce.files import MAX_FILE_BYTES
 from lce.tokenizer.files import TokenizerConfig
 from lce.tokenizer.tokenizer import BYTES_A_TOKEN
-from lce.weights.source import BESIDE, Source
+from lce.weights.folder import BESIDE
+from lce.weights.source import Source
 from tests.vocabularies import one_line, refused, write_json
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import lce
 from lce.errors import LceError, ModelError, UsageError
-from lce.weights.finding import hub_id, source_of
 from lce.weights.hub import HubId
+from lce.weights.source import hub_id, source_of
 from tests.command import assert_error, run, within
 
 

@@ -138,7 +138,7 @@ def test_on_a_gpu_matrices_are_unpacked(tmp_path: Path, gpus: Gpus, capsys: pyte
 MEASURED = """
 import sys
 import torch
-from lce.weights.finding import source_of
+from lce.weights.source import source_of
 
 def memory(field):
     line = next(line for line in open("/proc/self/status") if line.startswith(field))

@@ -112,7 +112,7 @@ def test_headers_that_would_fill_memory(tmp_path: Path, kind: str) -> None:
 
 
 def test_tensors_without_number_in_the_shards_of_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lce.weights.safetensors_file.MOST_TENSORS", 30)
+    monkeypatch.setattr("lce.weights.folder.MOST_TENSORS", 30)
     weight_map = {}
     for shard in range(4):
         names = [f"{shard}.{i}" for i in range(10)]
