@@ -20,8 +20,8 @@ from lce.models.config import ModelConfig
 from lce.models.layers import model_class, read_config
 from lce.models.products import products_in
 from lce.progress import Progress, check_progress, reported
+from lce.weights.inspection import TensorGroup, tensor_groups, verify
 from lce.weights.source import source_of
-from lce.weights.tensor_groups import TensorGroup, tensor_groups
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
     if check and checkpoint:
         checkpoint.check(dict(family.weights(config, checkpoint.shapes).values()), (*family.unused, *config.unused))
         with reported(progress, "check", "B") as report:
-            checked = checkpoint.verify(report)
+            checked = verify(checkpoint, report)
     return ModelInfo(
         folder=source.path,
         family=family.model_type,

@@ -24,8 +24,8 @@ from lce.models.layers import Model, model_class, read_config
 from lce.models.ranks import ALONE, Ranks
 from lce.progress import notice
 from lce.system import keep_freed_memory, usable_cores, uses_threads
-from lce.weights.checkpoint import Checkpoint, scheme_of
-from lce.weights.packed import ROUNDED, Scheme
+from lce.weights.checkpoint import Checkpoint
+from lce.weights.packed import ROUNDED, Scheme, scheme_of
 from lce.weights.safetensors_file import allocate
 from lce.weights.source import source_of
 

@@ -12,9 +12,8 @@ from lce.errors import UsageError, shown
 from lce.files import named, path_of, sweep, write_whole, written_whole
 from lce.models.layers import model_class, read_config
 from lce.progress import Progress, check_progress, reported
-from lce.weights.checkpoint import scheme_of
 from lce.weights.folder import BESIDE, CONFIG, WEIGHTS
-from lce.weights.packed import LARGEST
+from lce.weights.packed import LARGEST, scheme_of
 from lce.weights.saving import save_quantised
 from lce.weights.source import source_of
 

@@ -29,8 +29,8 @@ from lce.models.config import LongRope, ModelConfig, RopeConfig
 from lce.models.layers import model_class, read_config
 from lce.models.ranks import ALONE, Ranks
 from lce.sizes import count
-from lce.weights.checkpoint import Checkpoint, scheme_of
-from lce.weights.packed import Scheme
+from lce.weights.checkpoint import Checkpoint
+from lce.weights.packed import Scheme, scheme_of
 from lce.weights.source import Source, source_of
 
 EXPECTED_DEVICES = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"

@@ -11,8 +11,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -25,30 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce import system
-from lce.errors import CapacityError, ModelError, UsageError, nearest, shown
-from lce.files import named, open_regular, read_file
-from lce.progress import notice
+from lce.errors import CapacityError, ModelError, shown
+from lce.files import named
 from lce.sizes import size_text
 from lce.weights.folder import INDEX, WEIGHTS, other_file, read_shards
-from lce.weights.gguf_packed import SCHEMES, Blocks, fill_blocks
-from lce.weights.gguf_types import BY_NAME
-from lce.weights.packed import LARGEST, METADATA, ROUNDED, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked, sha256_of
-from lce.weights.safetensors_file import (
-    AGAIN,
-    DTYPES,
-    STORED,
-    Damaged,
-    TensorInfo,
-    allocate,
-    few,
-    fill,
-    pread,
-    read_header,
-    stamp_of,
-)
+from lce.weights.gguf_packed import SCHEMES, Blocks, fill_blocks, say_unpacked
+from lce.weights.gguf_types import BY_NAME, IN_BLOCKS
+from lce.weights.packed import METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked
+from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, few, fill, opened, pread, read_header
 
-_CPU = torch.device("cpu")
-_IN_BLOCKS = BY_NAME.keys() - DTYPES.keys()
+CPU = torch.device("cpu")
 _SAMPLE = 4096  # The bytes of one sample in the fingerprint.
 
 
@@ -131,15 +116,20 @@ class Checkpoint:
         matrices = {name: info.dtype for name, info in self.tensors.items() if len(info.shape) == 2}
         return {name: SCHEMES[kind] for name, kind in matrices.items() if kind in SCHEMES}
 
+    @cached_property
+    def _type_sizes(self) -> Counter[str]:
+        sizes = Counter[str]()
+        for info in self.tensors.values():
+            sizes[info.dtype] += info.stop - info.start
+        return sizes
+
     @property
     def quantised(self) -> str | None:
         """What the weights are quantised to: lce's scheme, or the GGUF type of most bytes. None for plain weights."""
         if self.manifest:
             return self.manifest.weights
-        sizes = Counter[str]()
-        for info in self.tensors.values():
-            sizes[info.dtype] += info.stop - info.start if info.dtype in _IN_BLOCKS else 0
-        return max(sizes, key=sizes.__getitem__) if any(sizes.values()) else None
+        sizes = {kind: size for kind, size in self._type_sizes.items() if size and kind in IN_BLOCKS}
+        return max(sizes, key=sizes.__getitem__, default=None)
 
     def load(
         self,
@@ -185,7 +175,7 @@ class Checkpoint:
                 kind = functools.reduce(torch.promote_types, (DTYPES[self.tensors[name].dtype] for name in names))
             targets[key] = _Target(names, [shapes[name] for name in names], scheme, kind, places[key])
         self._allocate(targets.values())
-        with self._opened() as files:
+        with opened(self.stamps) as files:
             outs = [target.split(target.parts) for target in targets.values() if not target.staged]
             self._fill(dict(each for split in outs for each in split.items()), files, dtype)
             if rounded := [target for target in targets.values() if target.staged]:
@@ -198,19 +188,14 @@ class Checkpoint:
         self, wanted: Mapping[str, tuple[str, Any]], places: Mapping[str, torch.device], dtype: torch.dtype | None
     ) -> dict[str, Scheme]:
         """Return the schemes of the matrices that stay quantised; say once which others are unpacked, and the cost."""
-        kept, unpacked, more = {}, Counter[str](), 0
+        kept, unpacked = {}, []
         for key, (name, shape) in wanted.items():
             if name in self.schemes and (self.manifest or places[key].type == "cpu"):
                 kept[name] = self.schemes[name]
-            elif (info := self.tensors[name]).dtype not in DTYPES and len(shape) > 1:
-                unpacked[info.dtype] += 1
-                more += math.prod(shape) * (dtype or torch.float32).itemsize - (info.stop - info.start)
+            elif self.tensors[name].dtype in IN_BLOCKS and len(shape) > 1:
+                unpacked.append((self.tensors[name], math.prod(shape)))
         if unpacked:
-            n = unpacked.total()
-            what = f"{n} {'matrix' if n == 1 else 'matrices'} of {', '.join(unpacked)} {'is' if n == 1 else 'are'}"
-            kind, where = str(dtype or torch.float32).removeprefix("torch."), {str(place) for place in places.values()}
-            why = f"lce has no product for {'it' if n == 1 else 'them'} on {', '.join(sorted(where))}"
-            notice(f"{what} unpacked to {kind}, which takes {size_text(more)} more memory: {why}")
+            say_unpacked(unpacked, dtype or torch.float32, places.values())
         return kept
 
     def _allocate(self, targets: Collection[_Target]) -> None:
@@ -230,7 +215,7 @@ class Checkpoint:
 
     def _quantise(self, targets: Sequence[_Target], files: Mapping[Path, int], dtype: torch.dtype | None) -> None:
         """Read each matrix into one buffer, and quantise it from there."""
-        (stage,) = allocate([((max(target.staged for target in targets),), torch.uint8)], _CPU)
+        (stage,) = allocate([((max(target.staged for target in targets),), torch.uint8)], CPU)
         for target in targets:
             assert target.scheme is not None
             assert target.dtype is not None
@@ -253,30 +238,12 @@ class Checkpoint:
         if blocks:
             fill_blocks(blocks, files)
 
-    @contextmanager
-    def _opened(self) -> Iterator[dict[Path, int]]:
-        """Open all files. Raises ModelError if one has changed since its header was read, now or when it is closed."""
-
-        def check() -> None:
-            for file, descriptor in files.items():
-                if stamp_of(descriptor) != self.stamps[file]:
-                    fault = "changed while it was loaded; load it again when nothing writes to it"
-                    raise ModelError(f"{named(file)} {fault}")
-
-        with ExitStack() as at_end:
-            opened = ((file, os.fdopen(open_regular(file, ModelError), "rb")) for file in self.stamps)
-            files = {file: at_end.enter_context(each).fileno() for file, each in opened}
-            check()
-            at_end.callback(check)  # after an error, too: a changed file may be the cause
-            yield files
-
     def dtype(self) -> torch.dtype:
         """Return the dtype of most bytes, before lce quantised them; quantised GGUF types count as bfloat16."""
         if self.manifest:
             return getattr(torch, self.manifest.dtype)  # type: ignore[no-any-return]
-        sizes = Counter[str]()
-        for info in self.tensors.values():
-            sizes["BF16" if info.dtype in _IN_BLOCKS else info.dtype] += info.stop - info.start
+        sizes = {kind: self._type_sizes[kind] for kind in DTYPES}
+        sizes["BF16"] += sum(self._type_sizes[kind] for kind in IN_BLOCKS)
         found = max(DTYPES, key=sizes.__getitem__)
         if not sizes[found]:
             raise ModelError(f"{named(self.folder)} has no weights in {', '.join(DTYPES)}; use another checkpoint")
@@ -293,7 +260,7 @@ class Checkpoint:
     @cached_property
     def _samples(self) -> str:
         digest = hashlib.sha256()
-        with self._opened() as files:
+        with opened(self.stamps) as files:
             for name, info in sorted(self.tensors.items()):
                 digest.update(json.dumps([name, info.dtype, info.shape]).encode() + b"\n")
                 starts, size = [info.start], info.stop - info.start
@@ -302,29 +269,6 @@ class Checkpoint:
                 for start in starts:
                     digest.update(pread(files[info.file], size, start, info.file))
         return digest.hexdigest()
-
-    def verify(self, progress: Callable[[int, int], None]) -> bool:
-        """Read all tensors. Return whether there were checksums, with which files beside the weights are compared, too.
-
-        Raises ModelError for a file that is not as it was written, cannot be read, or has a number that is not finite.
-        `progress` gets the bytes read so far and of all tensors.
-        """
-        for name, digest in self.manifest.files.items() if self.manifest else ():
-            if digest != sha256_of(read_file(self.folder / name, LARGEST) or b""):
-                raise Damaged(self.folder / name, "the file is not as `lce quantize` wrote it", AGAIN)
-        done, total = 0, sum(info.stop - info.start for info in self.tensors.values())
-        with self._opened() as files:
-            for name, info in self.tensors.items():
-                size = info.stop - info.start
-                if info.dtype in _IN_BLOCKS:
-                    fill_blocks([Blocks(name, info, None, {}, torch.float32)], files)
-                else:
-                    kind = info.dtype if info.dtype in STORED else "U8"
-                    (out,) = allocate([((size // STORED[kind].itemsize,), STORED[kind])], _CPU)
-                    fill({name: out}, {name: replace(info, dtype=kind)}, files)
-                done += size
-                progress(done, total)
-        return self.manifest is not None
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -335,33 +279,25 @@ class Checkpoint:
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         """Raise ModelError unless all of `wanted` are there, and all other tensors match a pattern in `ignore`."""
-        published, kinds = self.shapes, {name: info.dtype for name, info in self.tensors.items() if name in wanted}
+        published = self.shapes
         extra = [x for x in published if x not in wanted and not any(fnmatchcase(x, pattern) for pattern in ignore)]
-        fits = all(published.get(name) == tuple(shape) for name, shape in wanted.items())
-        if extra or not fits or not BY_NAME.keys() >= {*kinds.values()}:
-            raise self._refusal(wanted, extra)
+        wrong = [name for name, shape in wanted.items() if published.get(name) != tuple(shape)]
+        unread = [name for name, info in self.tensors.items() if name in wanted and info.dtype not in BY_NAME]
+        if extra or wrong or unread:
+            raise self._refusal(wanted, extra, wrong, unread)
 
-    def _refusal(self, wanted: Mapping[str, tuple[int, ...]], extra: Sequence[str]) -> ModelError:
+    def _refusal(
+        self, wanted: Mapping[str, tuple[int, ...]], extra: Sequence[str], wrong: Sequence[str], unread: Sequence[str]
+    ) -> ModelError:
         published, remedy = self.shapes, "check that the config belongs to these weights"
-        faults = {"missing": sorted(wanted.keys() - published.keys()), "unexpected": extra}
+        faults = {"missing": sorted({*wrong} - published.keys()), "unexpected": extra}
         if any(faults.values()):
             texts = [f"{len(names)} {what} ({few(names)})" for what, names in faults.items() if names]
             fault, remedy = f"tensors {' and '.join(texts)}", f"{remedy}, or download the checkpoint again"
-        elif wrong := [name for name, shape in wanted.items() if published[name] != tuple(shape)]:
-            name, n = wrong[0], len(wrong)
-            fault = f"{n} wrong shapes: {shown(name)} is {list(published[name])}, expected {list(wanted[name])}"
+        elif wrong:
+            shapes = f"{shown(wrong[0])} is {list(published[wrong[0]])}, expected {list(wanted[wrong[0]])}"
+            fault = f"{len(wrong)} wrong shapes: {shapes}"
         else:
-            kinds = {name: self.tensors[name].dtype for name in sorted(wanted) if name in self.tensors}
-            unread = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in BY_NAME]
-            fault = f"expected weights in {', '.join(DTYPES)}, got {few(unread)}"
-            remedy = "use an unquantized checkpoint"
+            found = few([f"{name} ({self.tensors[name].dtype})" for name in sorted(unread)])
+            fault, remedy = f"expected weights in {', '.join(DTYPES)}, got {found}", "use an unquantized checkpoint"
         return ModelError(f"{named(self.folder)}: {fault}; {remedy}")
-
-
-def scheme_of(name: object) -> Scheme | None:
-    """Return the scheme that a user names; None for "auto" (weights as stored). Raises `UsageError` for other names."""
-    if name is None or (isinstance(name, str) and name == "auto"):
-        return None
-    if not isinstance(name, str) or name not in ROUNDED:
-        raise UsageError(f"unknown weights {shown(name)}; {nearest(str(name), ['auto', *ROUNDED])}")
-    return ROUNDED[name]

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lce.errors import ModelError, shown
-from lce.files import named, open_regular
+from lce.files import named
 from lce.weights.gguf_file import GgufFile
-from lce.weights.safetensors_file import pread, stamp_of
+from lce.weights.safetensors_file import opened, pread
 
 AGAIN, OTHER = "download the file again", "use another file"
 DIVISORS = "rope_freqs.weight"
@@ -119,10 +119,9 @@ def _divisors(file: GgufFile, head_dim: int) -> NDArray[np.float64]:
     info, size = file.tensors[DIVISORS], head_dim // 2
     found = np.zeros(0)
     if info.dtype == "F32" and info.shape == (size,):
-        with open(open_regular(info.file, ModelError), "rb") as opened:
-            if stamp_of(opened.fileno()) != file.stamps[info.file]:
-                raise ModelError(f"{named(info.file)} changed while it was loaded; load it again")
-            found = np.frombuffer(pread(opened.fileno(), 4 * size, info.start, info.file), "<f4").astype(np.float64)
+        with opened({info.file: file.stamps[info.file]}) as files:
+            raw = pread(files[info.file], 4 * size, info.start, info.file)
+        found = np.frombuffer(raw, "<f4").astype(np.float64)
     if not len(found) or not ((found >= 1) & (found <= 1e6)).all():
         fault = f"{DIVISORS} is {info.dtype} {list(info.shape)}; expected {size} numbers in F32, from 1 to 1e6"
         raise ModelError(f"{named(file.path)}: {fault}; {AGAIN}")

@@ -5,6 +5,7 @@ join bits of several places. MXFP4 has no layout: its scales are powers of two t
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from lce.kernels.code.shared import GGUF_LAYOUTS, Layout
 from lce.kernels.cpu.quantised import arrange, put
+from lce.progress import notice
+from lce.sizes import size_text
 from lce.system import give_back_freed_memory
 from lce.weights.gguf_types import BY_NAME, Exploded
 from lce.weights.packed import ROW_BLOCK, Scheme
@@ -117,3 +120,14 @@ def fill_blocks(blocks: Iterable[Blocks], files: Mapping[Path, int]) -> None:
         read_ahead(partial(each.read, files[each.info.file], *piece) for each in in_order for piece in each.pieces())
     finally:
         give_back_freed_memory()
+
+
+def say_unpacked(matrices: Iterable[tuple[TensorInfo, int]], dtype: torch.dtype, devices: Iterable[object]) -> None:
+    """Tell the user which matrices, given with their numbers of weights, are unpacked, and what memory that takes."""
+    counts, more = Counter[str](), 0
+    for info, n_weights in matrices:
+        counts[info.dtype] += 1
+        more += n_weights * dtype.itemsize - (info.stop - info.start)
+    types, kind = ", ".join(f"{kind} ({n})" for kind, n in counts.items()), str(dtype).removeprefix("torch.")
+    why = f"lce has no product for these types on {', '.join(sorted({*map(str, devices)}))}"
+    notice(f"matrices of {types} are unpacked to {kind}, which takes {size_text(more)} more memory: {why}")

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lce.errors import shown
+from lce.errors import UsageError, nearest, shown
 from lce.files import JsonError, parse_json
 from lce.kernels.code.shared import INT4, INT8, Gate, Layout
 from lce.kernels.cpu import elementwise
@@ -56,6 +56,15 @@ ROUNDED: Mapping[str, Scheme] = {
     "int8": Scheme("int8", INT8),  # each 128 weights of a row share a scale: 8.1 bits per weight
     "int4": Scheme("int4", INT4),  # each 32 share a scale and a zero point, fitted by least squares: 4.75 bits
 }
+
+
+def scheme_of(name: object) -> Scheme | None:
+    """Return the scheme that a user names; None for "auto" (weights as stored). Raises `UsageError` for other names."""
+    if name is None or (isinstance(name, str) and name == "auto"):
+        return None
+    if not isinstance(name, str) or name not in ROUNDED:
+        raise UsageError(f"unknown weights {shown(name)}; {nearest(str(name), ['auto', *ROUNDED])}")
+    return ROUNDED[name]
 
 
 def sha256_of(data: bytes) -> str:

@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle
@@ -168,6 +168,24 @@ def stamp_of(descriptor: int) -> tuple[int, ...]:
     """Return an open file's stamp, which changes when the file is written, truncated or replaced."""
     found = os.fstat(descriptor)
     return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
+@contextmanager
+def opened(stamps: Mapping[Path, tuple[int, ...]]) -> Iterator[dict[Path, int]]:
+    """Open files. Raises ModelError if the stamp of one is not that of `stamps`, now or when the files are closed."""
+
+    def check() -> None:
+        for file, descriptor in files.items():
+            if stamp_of(descriptor) != stamps[file]:
+                fault = "changed while it was loaded; load it again when nothing writes to it"
+                raise ModelError(f"{named(file)} {fault}")
+
+    with ExitStack() as at_end:
+        found = ((file, os.fdopen(open_regular(file, ModelError), "rb")) for file in stamps)
+        files = {file: at_end.enter_context(each).fileno() for file, each in found}
+        check()
+        at_end.callback(check)  # after an error, too: a changed file may be the cause
+        yield files
 
 
 def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> list[Tensor]:

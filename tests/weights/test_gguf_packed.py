@@ -17,6 +17,7 @@ from lce.models.products import linear
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.gguf_file import read_gguf
 from lce.weights.gguf_packed import SCHEMES
+from lce.weights.inspection import verify
 from lce.weights.packed import ROUNDED, PackedMatrix, Stacked
 from tests.command import output
 from tests.gguf_files import write_gguf
@@ -117,7 +118,7 @@ def test_plain_tensors_and_vectors_get_the_dtype(tmp_path: Path, capsys: pytest.
     assert same_bits(found["w"], values["w"])  # a type without products of its own is unpacked
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "1 matrix of MXFP4 is unpacked to float32" in said
+    assert "matrices of MXFP4 (1) are unpacked to float32" in said
 
 
 def test_on_a_gpu_matrices_are_unpacked(tmp_path: Path, gpus: Gpus, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +133,9 @@ def test_on_a_gpu_matrices_are_unpacked(tmp_path: Path, gpus: Gpus, capsys: pyte
     assert same_bits(found["norm"].cpu(), values["norm"])
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "2 matrices of Q8_0, Q4_1 are unpacked to float32, which takes 15.6 KiB more memory: lce has no" in said
+    assert (
+        "matrices of Q8_0 (1), Q4_1 (1) are unpacked to float32, which takes 15.6 KiB more memory: lce has no" in said
+    )
 
 
 MEASURED = """
@@ -195,7 +198,7 @@ def changed(path: Path, name: str, at: int, data: bytes) -> None:
 def test_scales_that_are_not_finite_are_refused(tmp_path: Path, kind: str, at: int, value: float) -> None:
     path, _ = write_gguf(tmp_path / "a.gguf", {"good": array(32, 64), "w": array(32, 256)}, {"w": kind})
     changed(path, "w", at, np.float16(value).tobytes())
-    for step in (loaded, lambda checkpoint: checkpoint.verify(lambda done, total: None)):
+    for step in (loaded, lambda checkpoint: verify(checkpoint, lambda done, total: None)):
         with pytest.raises(ModelError, match="tensor 'w' has NaN or infinite numbers; the checkpoint is damaged"):
             step(opened(path))
 

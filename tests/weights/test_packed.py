@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lce.errors import ModelError, UsageError
 from lce.models.products import Gate, linear
-from lce.weights.checkpoint import scheme_of
-from lce.weights.packed import ROUNDED, Manifest, PackedMatrix, Stacked
+from lce.weights.packed import ROUNDED, Manifest, PackedMatrix, Stacked, scheme_of
 from lce.weights.safetensors_file import TensorInfo
 
 WIDTH = 48

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import lce
 from lce.weights.checkpoint import Checkpoint
+from lce.weights.inspection import tensor_groups
 from lce.weights.safetensors_file import TensorInfo
-from lce.weights.tensor_groups import tensor_groups
 
 
 def listed(checkpoint: Checkpoint) -> list[tuple[str, str, int, int]]:
