@@ -29,7 +29,7 @@ from lce.weights.safetensors_file import MOST_TENSORS, Damaged, TensorInfo, few,
 LARGEST_HEADER = 64 << 20  # The most bytes of the headers of a model. Those of the largest vocabularies have 20 MB.
 MOST_VALUES = 1 << 21  # The most elements of all arrays of a header: a vocabulary of 256k takes about 1.3 million.
 MOST_KEYS = 10_000  # The most keys of a file. Published files have below 100.
-PIECE = 1 << 20  # The bytes of one read.
+PIECE = 1 << 20  # The least bytes of one read.
 
 _LONGEST_KEY = 65_535  # bytes, by the specification
 _LONGEST_NAME = 63  # bytes of a tensor's name, as in llama.cpp
@@ -111,7 +111,7 @@ def _read_file(path: Path, before: int = 0) -> tuple[GgufFile, int]:
     if alignment & (alignment - 1) or not _LEAST_ALIGNMENT <= alignment <= _MOST_ALIGNMENT:
         limits = f"a power of two from {_LEAST_ALIGNMENT} to {_MOST_ALIGNMENT}"
         raise Damaged(path, f"general.alignment is {alignment}, expected {limits}")
-    data_start = header.position + (-header.position % alignment if n_tensors else 0)
+    data_start = header.at + (-header.at % alignment if n_tensors else 0)
     tensors: dict[str, TensorInfo] = {}
     end = offset = 0
     for name, kind, shape, found in described:
@@ -126,36 +126,30 @@ def _read_file(path: Path, before: int = 0) -> tuple[GgufFile, int]:
     if not end <= stamp[0] <= end + -end % alignment:
         fault = "is cut short" if end > stamp[0] else "has bytes that belong to no tensor"
         raise Damaged(path, f"the file {fault}: {stamp[0]} bytes, expected {end}")
-    return GgufFile(path, metadata, tensors, {path: stamp}), before + header.position
+    return GgufFile(path, metadata, tensors, {path: stamp}), before + header.at
 
 
 class _Header:
     """The header of an open file of `file_size` bytes, read from the front to the back, and `most` bytes at most.
 
-    `raw` has bytes from `base` on; the next to read is at `at`. `n_values` counts array elements so far.
+    `raw` has the bytes so far; the next to decode is at `at`. `n_values` counts array elements so far.
     """
 
     def __init__(self, path: Path, descriptor: int, file_size: int, most: int) -> None:
         self.path, self.descriptor, self.file_size, self.most = path, descriptor, file_size, most
-        self.raw, self.base, self.at, self.n_values = b"", 0, 0, 0
-
-    @property
-    def position(self) -> int:
-        """The place in the file of the next byte to read."""
-        return self.base + self.at
+        self.raw, self.at, self.n_values = b"", 0, 0
 
     def need(self, count: int) -> None:
         """Have the next `count` bytes in `raw`. Raises ModelError if the file or the largest header ends before."""
-        left, start = len(self.raw) - self.at, self.position
-        if count <= left:
+        end, done = self.at + count, len(self.raw)
+        if end <= done:
             return
-        if count > self.file_size - start:
-            raise Damaged(self.path, f"the header has {count} bytes at {start}, but the file has {self.file_size}")
-        if start + count > self.most:
+        if end > self.file_size:
+            raise Damaged(self.path, f"the header has {count} bytes at {self.at}, but the file has {self.file_size}")
+        if end > self.most:
             raise Damaged(self.path, f"the model's headers have more than {LARGEST_HEADER} bytes")
-        more = min(max(count - left, PIECE), min(self.file_size, self.most) - start - left)
-        self.raw, self.base = self.raw[self.at :] + pread(self.descriptor, more, start + left, self.path), start
-        self.at = 0
+        stop = min(max(end, done + PIECE, 2 * done), self.file_size, self.most)
+        self.raw += pread(self.descriptor, stop - done, done, self.path)
 
     def numbers(self, kinds: str, size: int) -> tuple[Any, ...]:
         """Read numbers of the `kinds` of `struct`, which take `size` bytes."""
@@ -224,8 +218,8 @@ class _Header:
                     self.at = at
                     self.need(8)
                     self.need(8 + number_of(self.raw[self.at : self.at + 8], "little"))
-                    raw, start = self.raw, self.at + 8
-                    stop = start + number_of(raw[self.at : start], "little")
+                    raw = self.raw
+                    stop = start + number_of(raw[at:start], "little")
                 found.append(raw[start:stop].decode())
                 at = stop
         except UnicodeDecodeError as error:
