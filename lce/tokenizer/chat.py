@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -66,7 +66,13 @@ def render_chat(
     """
     given = {"tools": None, "documents": None, **(variables or {})}
     conversation = _checked(messages)
-    texts = list(_texts([conversation, given]))
+    texts: list[str] = []
+
+    def collect(text: str) -> str:
+        texts.append(text)
+        return text
+
+    _mapped([conversation, given], collect, names=True)
     cut = next((char for char in _CUTS if not any(char in text for text in (template, *texts))), None)
     if cut is None:
         raise DataError("the messages hold all of U+FDD0 to U+FDEF, which are no characters; expected Unicode text")
@@ -100,17 +106,6 @@ def _is_json(value: object) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
     return all(map(_is_json, value)) if isinstance(value, list) else isinstance(value, str | int | float | None)
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Yield all texts in a JSON value. Names of objects are not among them, but see `_mapped`."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
-        if isinstance(value, dict):
-            yield from value
 
 
 def _mapped(value: Any, change: Callable[[str], str], *, names: bool = False) -> Any:

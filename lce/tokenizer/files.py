@@ -13,7 +13,7 @@ small file is optional; a broken one raises ModelError.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,128 +51,6 @@ def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
         raise kind(f"{what}: {reason}; {remedy}") from error
 
 
-class JsonVocabulary:
-    """The vocabulary in a tokenizer.json. Tokens that `special_names` lists become special."""
-
-    def __init__(self, raw: bytes, path: Path, special_names: Iterable[str]) -> None:
-        self._path = path
-        what = f"{named(path)} is not a tokenizer the tokenizers library accepts"
-        with _one_line(ModelError, what, "download the file again"):
-            _check_normalizer(raw)
-            self._library = library = tokenizers.Tokenizer.from_buffer(raw)
-            if library.pre_tokenizer is not None:
-                check_steps(json.loads(library.pre_tokenizer.__getstate__()), "pretokenizer")
-            if isinstance(library.model, tokenizers.models.WordPiece):
-                most = library.model.max_input_chars_per_word
-                if most > MOST_WORD:
-                    raise ModelError(f"max_input_chars_per_word is {most}; expected at most {MOST_WORD}")
-            if isinstance(library.model, tokenizers.models.BPE):
-                library.model.dropout = None  # in training, dropout skips merges at random
-            library.no_truncation()  # a file may ask for truncation or padding; encoding must do neither
-            library.no_padding()
-            self.token: Callable[[int], str | None] = library.id_to_token
-            self.id_of: Callable[[str], int | None] = library.token_to_id
-            library.add_special_tokens([name for name in special_names if self.id_of(name) is not None])
-            self.size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-            added = library.get_added_tokens_decoder()
-            self.special = {token_id for token_id, token in added.items() if token.special}
-            decoder = library.decoder
-            self.spelling = Spelling.of_decoder(json.loads(decoder.__getstate__()) if decoder else None)
-            self.prefix, self.suffix = self._around(next((token.content for token in added.values()), "a"))
-        self.bos_id = self.prefix[0] if self.prefix else None
-        self.eos_id = self.suffix[-1] if self.suffix else None
-
-    def _around(self, probe: str) -> tuple[list[int], list[int]]:
-        """Return the ids that the post-processor puts around a text; remove it, as it must do nothing else to ids."""
-        if (processor := self._library.post_processor) is None:
-            return [], []
-        if (n_added := processor.num_special_tokens_to_add(False)) > MOST_AROUND:
-            adds = f"its post-processor adds {n_added} tokens to every text; expected at most {MOST_AROUND}"
-            raise ModelError(f"{named(self._path)}: {adds}")
-        encoding = self._library.encode(probe)
-        self._library.post_processor = None
-        ids, mask, bare = encoding.ids, encoding.special_tokens_mask, self._library.encode(probe).ids
-        inside = [index for index, added in enumerate(mask) if not added] or [len(ids), len(ids) - 1]
-        prefix, suffix = ids[: inside[0]], ids[inside[-1] + 1 :]
-        if ids[inside[0] : inside[-1] + 1] != bare:
-            raise ModelError(f"{named(self._path)}: its post-processor changes the text itself; use another tokenizer")
-        return prefix, suffix
-
-    def encode(self, text: str) -> list[int]:
-        remedy = "its vocabulary lacks an unknown token or bytes; change the text, or use another tokenizer"
-        with _one_line(DataError, f"{named(self._path)} cannot encode this text", remedy):
-            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return ids
-
-
-def _check_normalizer(raw: bytes) -> None:
-    """Check the normalizer before the library applies it to added tokens. Parses only a file that may be refused."""
-    if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
-        content = parse_json(raw, MOST_VALUES)
-        check_steps(content.get("normalizer") if isinstance(content, dict) else None, "normalizer")
-
-
-class SentencePieceVocabulary:
-    """The vocabulary in a tokenizer.model. The tokens `added` by other files take precedence over the model's own.
-
-    Sentencepiece never finds a control token such as `<s>` in a text. So a text is split at special and added tokens
-    first, and each stretch between these tokens is encoded alone. Llama 2 puts a space before every stretch. With
-    `space_before_all=False` (transformers' `legacy: false`) only a stretch that begins the text gets a space.
-    """
-
-    def __init__(
-        self, raw: bytes, path: Path, special_names: Iterable[str], added: Mapping[str, int], space_before_all: bool
-    ) -> None:
-        self._path = path
-        remedy = "expected a sentencepiece model (Llama 3's own tokenizer.model is not one: use its tokenizer.json)"
-        with _one_line(ModelError, f"{named(path)} cannot be read", remedy):
-            if not raw:
-                raise ModelError(f"{named(path)} is empty; {remedy}")
-            self._opening = sentencepiece.SentencePieceProcessor(model_proto=raw)
-            bare = sentencepiece.SentencePieceProcessor(model_proto=raw + _NO_SPACE_BEFORE)
-            ids = list(range(len(self._opening)))
-            pieces: list[str] = self._opening.id_to_piece(ids)
-            controls = {i for i, control in enumerate(self._opening.is_control(ids)) if control}
-            spaced = self._opening.encode("a") != bare.encode("a")
-        controls.add(self._opening.unk_id())
-        self._inner = self._opening if space_before_all else bare
-        self._tokens = dict(enumerate(pieces)) | {token_id: token for token, token_id in added.items()}
-        self._ids = {token: token_id for token_id, token in self._tokens.items()}
-        self.token: Callable[[int], str | None] = self._tokens.get
-        self.id_of: Callable[[str], int | None] = self._ids.get
-        self.size = max(self._tokens) + 1
-        self.special = controls | {self._ids[name] for name in special_names if name in self._ids}
-        whole = {self._tokens[token_id] for token_id in self.special} | set(added)
-        self._split = re.compile(f"({_longest_of(whole)})")
-        self.spelling = Spelling((("▁", " "),), form="byte_fallback", strip=" ", strip_count=int(spaced))
-        ends = self._opening.bos_id(), self._opening.eos_id()
-        self.bos_id, self.eos_id = (token_id if token_id >= 0 else None for token_id in ends)
-        self.prefix = [] if self.bos_id is None else [self.bos_id]
-        self.suffix: list[int] = []
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        with _one_line(DataError, f"{named(self._path)} cannot encode this text", "please report it with the text"):
-            for index, stretch in enumerate(self._split.split(text)):
-                if index % 2:
-                    ids.append(self._ids[stretch])
-                else:
-                    ids += (self._inner if index else self._opening).encode(stretch)
-        return ids
-
-
-def _longest_of(tokens: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of `tokens`, grouped by two characters, for speed."""
-    groups: dict[str, list[str]] = {}
-    for token in sorted(tokens, key=len, reverse=True):
-        groups.setdefault(token[:2], []).append(re.escape(token[2:]))
-    ordered = sorted(groups.items(), key=lambda group: len(group[0]), reverse=True)
-    return "|".join(f"{re.escape(start)}(?:{'|'.join(ends)})" for start, ends in ordered)
-
-
-Vocabulary = JsonVocabulary | SentencePieceVocabulary
-
-
 @dataclass(frozen=True)
 class TokenizerConfig:
     """The settings in a tokenizer's small files. A setting that no file has is None."""
@@ -203,6 +81,126 @@ class TokenizerConfig:
             added=added,
             chat_template=_chat_template(read, where, config),
         )
+
+
+class JsonVocabulary:
+    """The vocabulary in a tokenizer.json. Tokens that the small files call special become special."""
+
+    def __init__(self, raw: bytes, path: Path, config: TokenizerConfig) -> None:
+        self.path = path
+        what = f"{named(path)} is not a tokenizer the tokenizers library accepts"
+        with _one_line(ModelError, what, "download the file again"):
+            _check_normalizer(raw)
+            self._library = library = tokenizers.Tokenizer.from_buffer(raw)
+            if library.pre_tokenizer is not None:
+                check_steps(json.loads(library.pre_tokenizer.__getstate__()), "pretokenizer")
+            if isinstance(library.model, tokenizers.models.WordPiece):
+                most = library.model.max_input_chars_per_word
+                if most > MOST_WORD:
+                    raise ModelError(f"max_input_chars_per_word is {most}; expected at most {MOST_WORD}")
+            if isinstance(library.model, tokenizers.models.BPE):
+                library.model.dropout = None  # in training, dropout skips merges at random
+            library.no_truncation()  # a file may ask for truncation or padding; encoding must do neither
+            library.no_padding()
+            self.token: Callable[[int], str | None] = library.id_to_token
+            self.id_of: Callable[[str], int | None] = library.token_to_id
+            library.add_special_tokens([name for name in config.special_names if self.id_of(name) is not None])
+            self.size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            added = library.get_added_tokens_decoder()
+            self.special = {token_id for token_id, token in added.items() if token.special}
+            decoder = library.decoder
+            self.spelling = Spelling.of_decoder(json.loads(decoder.__getstate__()) if decoder else None)
+            self.prefix, self.suffix = self._around(next((token.content for token in added.values()), "a"))
+        self.bos_id = self.prefix[0] if self.prefix else None
+        self.eos_id = self.suffix[-1] if self.suffix else None
+
+    def _around(self, probe: str) -> tuple[list[int], list[int]]:
+        """Return the ids that the post-processor puts around a text; remove it, as it must do nothing else to ids."""
+        if (processor := self._library.post_processor) is None:
+            return [], []
+        if (n_added := processor.num_special_tokens_to_add(False)) > MOST_AROUND:
+            adds = f"its post-processor adds {n_added} tokens to every text; expected at most {MOST_AROUND}"
+            raise ModelError(f"{named(self.path)}: {adds}")
+        encoding = self._library.encode(probe)
+        self._library.post_processor = None
+        ids, mask, bare = encoding.ids, encoding.special_tokens_mask, self._library.encode(probe).ids
+        inside = [index for index, added in enumerate(mask) if not added] or [len(ids), len(ids) - 1]
+        prefix, suffix = ids[: inside[0]], ids[inside[-1] + 1 :]
+        if ids[inside[0] : inside[-1] + 1] != bare:
+            raise ModelError(f"{named(self.path)}: its post-processor changes the text itself; use another tokenizer")
+        return prefix, suffix
+
+    def encode(self, text: str) -> list[int]:
+        remedy = "its vocabulary lacks an unknown token or bytes; change the text, or use another tokenizer"
+        with _one_line(DataError, f"{named(self.path)} cannot encode this text", remedy):
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _check_normalizer(raw: bytes) -> None:
+    """Check the normalizer before the library applies it to added tokens. Parses only a file that may be refused."""
+    if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
+        content = parse_json(raw, MOST_VALUES)
+        check_steps(content.get("normalizer") if isinstance(content, dict) else None, "normalizer")
+
+
+class SentencePieceVocabulary:
+    """The vocabulary in a tokenizer.model. Tokens that the small files add take precedence over the model's own.
+
+    Sentencepiece never finds a control token such as `<s>` in a text. So a text is split at special and added tokens
+    first, and each stretch between these tokens is encoded alone. Llama 2 puts a space before every stretch. Without
+    `config.space_before_all` (transformers' `legacy: false`) only a stretch that begins the text gets a space.
+    """
+
+    def __init__(self, raw: bytes, path: Path, config: TokenizerConfig) -> None:
+        self.path = path
+        remedy = "expected a sentencepiece model (Llama 3's own tokenizer.model is not one: use its tokenizer.json)"
+        with _one_line(ModelError, f"{named(path)} cannot be read", remedy):
+            if not raw:
+                raise ModelError(f"{named(path)} is empty; {remedy}")
+            self._opening = sentencepiece.SentencePieceProcessor(model_proto=raw)
+            bare = sentencepiece.SentencePieceProcessor(model_proto=raw + _NO_SPACE_BEFORE)
+            ids = list(range(len(self._opening)))
+            pieces: list[str] = self._opening.id_to_piece(ids)
+            controls = {i for i, control in enumerate(self._opening.is_control(ids)) if control}
+            spaced = self._opening.encode("a") != bare.encode("a")
+        controls.add(self._opening.unk_id())
+        self._inner = self._opening if config.space_before_all else bare
+        self._tokens = dict(enumerate(pieces)) | {token_id: token for token, token_id in config.added.items()}
+        self._ids = {token: token_id for token_id, token in self._tokens.items()}
+        self.token: Callable[[int], str | None] = self._tokens.get
+        self.id_of: Callable[[str], int | None] = self._ids.get
+        self.size = max(self._tokens) + 1
+        self.special = controls | {self._ids[name] for name in config.special_names if name in self._ids}
+        whole = {self._tokens[token_id] for token_id in self.special} | set(config.added)
+        self._split = re.compile(f"({_longest_of(whole)})")
+        self.spelling = Spelling((("▁", " "),), form="byte_fallback", strip=" ", strip_count=int(spaced))
+        ends = self._opening.bos_id(), self._opening.eos_id()
+        self.bos_id, self.eos_id = (token_id if token_id >= 0 else None for token_id in ends)
+        self.prefix = [] if self.bos_id is None else [self.bos_id]
+        self.suffix: list[int] = []
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        with _one_line(DataError, f"{named(self.path)} cannot encode this text", "please report it with the text"):
+            for index, stretch in enumerate(self._split.split(text)):
+                if index % 2:
+                    ids.append(self._ids[stretch])
+                else:
+                    ids += (self._inner if index else self._opening).encode(stretch)
+        return ids
+
+
+def _longest_of(tokens: Iterable[str]) -> str:
+    """Return a regular expression that matches the longest of `tokens`, grouped by two characters, for speed."""
+    groups: dict[str, list[str]] = {}
+    for token in sorted(tokens, key=len, reverse=True):
+        groups.setdefault(token[:2], []).append(re.escape(token[2:]))
+    ordered = sorted(groups.items(), key=lambda group: len(group[0]), reverse=True)
+    return "|".join(f"{re.escape(start)}(?:{'|'.join(ends)})" for start, ends in ordered)
+
+
+Vocabulary = JsonVocabulary | SentencePieceVocabulary
 
 
 def _object(read: Reader, where: Path, name: str) -> dict[str, Any]:

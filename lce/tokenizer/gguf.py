@@ -162,12 +162,11 @@ class _Vocabulary:
 
     def settings(self, add_bos: bool) -> bytes:
         """Return tokenizer_config.json. `add_bos` says whether a BOS comes first if the metadata does not."""
-        content: dict[str, str | bool] = {"add_bos_token": self.flag("add_bos_token", add_bos)}
-        content["add_eos_token"] = self.flag("add_eos_token", False)
-        for name in ("bos", "eos"):
-            if (token_id := self.ids[name]) is not None:
-                content[f"{name}_token"] = self.tokens[token_id]
-        return json.dumps(content).encode()
+        flags = {
+            name: self.flag(name, default) for name, default in (("add_bos_token", add_bos), ("add_eos_token", False))
+        }
+        ends = {f"{name}_token": self.tokens[i] for name in ("bos", "eos") if (i := self.ids[name]) is not None}
+        return json.dumps(flags | ends).encode()
 
     def wrong(self, name: str, value: object, expected: str, remedy: str = _AGAIN) -> ModelError:
         """Return the error for a value of the metadata."""

@@ -93,7 +93,9 @@ class _PlainNamespace(Namespace):
 def _sandbox() -> ImmutableSandboxedEnvironment:
     extensions = [_GenerationBlocks, "jinja2.ext.loopcontrols"]
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    sandbox.filters["tojson"] = _to_json
+    sandbox.filters["tojson"] = lambda value, ensure_ascii=False, indent=None, separators=None, sort_keys=False: (
+        json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    )
     sandbox.globals |= {"raise_exception": _raise_exception, "namespace": _PlainNamespace}
     sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     del sandbox.globals["lipsum"]
@@ -102,12 +104,6 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
 
 def _raise_exception(message: str) -> None:
     raise _RefusedMessages(str(message))
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ class Tokenizer:
     and `eos_token` is the string of the one id in `eos_ids`. The model's config may name more ids that end a text.
     """
 
-    def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, path: Path, vocab_size: int | None) -> None:
-        self.vocab_size = size = vocabulary.size
+    def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, vocab_size: int | None) -> None:
+        self.vocab_size, self._path = size, path = vocabulary.size, vocabulary.path
         if vocab_size is not None and size > vocab_size:
             tokens = f"{size} tokens (ids up to {size - 1})"
             raise ModelError(f"{named(path)} has {tokens} but the model's embedding has {vocab_size} rows; {_REMEDY}")
-        self._vocabulary, self._path = vocabulary, path
+        self._vocabulary = vocabulary
         self._id_limit = max(size, vocab_size or 0)
         self._bytes_of = cache(self._spelled)
         self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
@@ -94,16 +94,11 @@ class Tokenizer:
         """
         config = TokenizerConfig.read(read, where)
         most = LARGEST_FILE if vocab_size is None else min(LARGEST_FILE, (4 << 20) + BYTES_A_TOKEN * vocab_size)
-        vocabulary: Vocabulary
         if (raw := read("tokenizer.json", most)) is not None:
-            path = where / "tokenizer.json"
-            vocabulary = JsonVocabulary(raw, path, config.special_names)
-        elif (raw := read("tokenizer.model", most)) is not None:
-            path = where / "tokenizer.model"
-            vocabulary = SentencePieceVocabulary(raw, path, config.special_names, config.added, config.space_before_all)
-        else:
-            return NoTokenizer(where, vocab_size or 0)
-        return cls(vocabulary, config, path, vocab_size)
+            return cls(JsonVocabulary(raw, where / "tokenizer.json", config), config, vocab_size)
+        if (raw := read("tokenizer.model", most)) is not None:
+            return cls(SentencePieceVocabulary(raw, where / "tokenizer.model", config), config, vocab_size)
+        return NoTokenizer(where, vocab_size or 0)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
         """Return a special token's string and id: those of `name`, or, if `name` is None, those of the id `default`."""

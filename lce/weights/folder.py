@@ -7,15 +7,7 @@ from pathlib import Path, PureWindowsPath
 
 from lce.errors import ModelError, shown
 from lce.files import named, object_of, read_file
-from lce.weights.safetensors_file import (
-    LARGEST_HEADER,
-    MOST_TENSORS,
-    MOST_VALUES,
-    Damaged,
-    TensorInfo,
-    few,
-    read_header,
-)
+from lce.weights.safetensors_file import LARGEST_HEADER, MOST_TENSORS, Damaged, TensorInfo, few, read_header
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -58,7 +50,7 @@ def weights_in(names: Sequence[str], where: str) -> str:
 
 def weight_map_of(index: Path) -> dict[str, str]:
     """Return the shard of each tensor that an index lists. Raises ModelError for a shard that is not a plain name."""
-    found = object_of(read_file(index, LARGEST_HEADER), index, MOST_VALUES, unique=True).get("weight_map")
+    found = object_of(read_file(index, LARGEST_HEADER), index, unique=True).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
         raise Damaged(index, "weight_map is not an object of tensor names and file names")
     for shard in sorted(set(found.values())):  # no path; the file may be a link, as in Hugging Face's cache

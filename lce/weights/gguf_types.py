@@ -106,12 +106,8 @@ def _fields(packed: NDArray[np.uint8], bits: int, up: int = 0) -> NDArray[np.uin
 
 def _looked_up(packed: NDArray[np.uint8], table: tuple[int, ...]) -> NDArray[np.int8]:
     """Return the values of a table at the nibbles of bytes, in the order of `_fields`."""
-    n, runs, run = packed.shape
-    values, byte, data = np.array(table, np.int8), np.arange(256), packed.tobytes()
-    found = np.empty((n * runs, 2), f"V{run}")
-    for half, index in enumerate((byte & 15, byte >> 4)):
-        found[:, half] = np.frombuffer(data.translate(values[index].tobytes()), f"V{run}")
-    return found.view(np.int8).reshape(n, runs * run * 2)
+    nibbles, values = _fields(packed, 4), np.array(table, np.int8).tobytes().ljust(256)
+    return np.frombuffer(bytearray(nibbles.data).translate(values), np.int8).reshape(nibbles.shape)
 
 
 def _k_scales(x: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -96,7 +96,10 @@ def fetched(
             raise Unreachable(f"{absent}, and {error}") from error
         notice(f"files of the tokenizer of {model} may be missing, and {error}")
         return found
-    remote.remember(revision)
+    if revision != remote.commit:
+        with suppress(OSError, LceError):  # the cache notes which commit a branch or tag is
+            (ref := _repository(model.repo) / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(ref, remote.commit.encode())
     return remote, path
 
 
@@ -187,14 +190,6 @@ class Snapshot:
                 notice(f"downloading {name} of {self.id.repo}, {size_text(size)}")
                 cache, hub = constants.HF_HUB_CACHE, constants.ENDPOINT
                 hf_hub_download(self.id.repo, name, revision=self.commit, cache_dir=cache, endpoint=hub)
-
-    def remember(self, revision: str) -> None:
-        """Write into the cache which commit a branch or tag is."""
-        ref = _repository(self.id.repo) / "refs" / revision
-        if revision != self.commit:
-            with suppress(OSError, LceError):
-                ref.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(ref, self.commit.encode())
 
     @property
     def has_tokenizer(self) -> bool:

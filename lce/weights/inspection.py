@@ -1,6 +1,6 @@
 """What can be said of a checkpoint: its tensors by purpose and type, and whether the files are as they were written."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -40,17 +40,16 @@ class TensorGroup:
 
 def tensor_groups(checkpoint: Checkpoint) -> tuple[TensorGroup, ...]:
     """Return the groups of a checkpoint's tensors, in the order in which a token meets them; the largest type first."""
-    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    members, sizes = defaultdict[tuple[str, str], set[str]](set), Counter[tuple[str, str]]()
     matrices = checkpoint.manifest.matrices if checkpoint.manifest else {}
     for name, info in checkpoint.tensors.items():
         matrix = name.rpartition(".")[0]
         whole = matrix if matrix in matrices else name
         group = _kind(whole), matrices[whole][0] if whole in matrices else info.dtype
+        members[group].add(whole)
         sizes[group] += info.stop - info.start
-    for name in checkpoint.shapes:
-        counts[_kind(name), matrices[name][0] if name in matrices else checkpoint.tensors[name].dtype] += 1
     order = list(_KINDS.values())
-    found = [TensorGroup(*group, counts[group], size) for group, size in sizes.items()]
+    found = [TensorGroup(*group, len(members[group]), size) for group, size in sizes.items()]
     return tuple(sorted(found, key=lambda group: (order.index(group.kind), -group.n_bytes, group.type)))
 
 

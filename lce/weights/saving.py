@@ -39,9 +39,8 @@ def save_quantised(
             entries[name] = shape, STORED[checkpoint.tensors[name].dtype]
     matrices = {name: (scheme.name, (shapes[name][0], shapes[name][1])) for name, scheme in schemes.items()}
     dtype = str(checkpoint.dtype()).removeprefix("torch.")
-    checks = {}
-    for name, (shape, kind) in entries.items():
-        checks[name] = ["0" * 16] * -(-math.prod(shape) * kind.itemsize // PIECE)  # as long as those written at the end
+    counts = {name: -(-math.prod(shape) * kind.itemsize // PIECE) for name, (shape, kind) in entries.items()}
+    checks = {name: ["0" * 16] * n for name, n in counts.items()}  # as long as those written at the end
     digests = {name: sha256_of(data) for name, data in files.items()}
     manifest = Manifest(weights, dtype, checkpoint.fingerprint(), matrices, checks, digests)
     sizes = {name: checkpoint.tensors[name].stop - checkpoint.tensors[name].start for name in shapes}
