@@ -42,11 +42,7 @@ CANDIDATES = tuple(map(Choice, ("rerope", "self_extend", "dca", "pages", "longhe
 
 def choice_for(length: int | None, window: int) -> Choice:
     """Return the choice for texts of `length` tokens (None: any), and a model trusted on `window` positions."""
-    return next(
-        choice
-        for choice in CHOICES
-        if choice.windows is None or (length is not None and length <= choice.windows * window)
-    )
+    return next(x for x in CHOICES if x.windows is None or (length is not None and length <= x.windows * window))
 
 
 def automatic(model: ModelFacts, length: int | None) -> Method:

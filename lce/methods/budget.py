@@ -41,15 +41,10 @@ def prune(chosen: Tensor, scores: Tensor, log_mass: Tensor, forced: Tensor, p: f
     """
     if p >= 1:
         return chosen
-    taken, index = chosen >= 0, chosen.clamp(min=0)
-    mass = log_mass.float().softmax(-1).gather(-1, index).masked_fill(~taken, 0.0)
-    stays = forced.expand(len(chosen), -1, -1).gather(-1, index) & taken
-    rank = scores.float().gather(-1, index).masked_fill(~taken, -torch.inf).masked_fill(stays, torch.inf)
-    order = rank.argsort(dim=-1, descending=True, stable=True)
-    sorted_mass = mass.gather(-1, order)
-    reached = sorted_mass.cumsum(-1) - sorted_mass >= p  # whether better chunks reach p already; False for NaN
-    stays |= ~torch.empty_like(taken).scatter_(-1, order, reached)
-    return _only(chosen, stays & taken)
+    ids, stays = _ranked(chosen, scores, forced)
+    mass = log_mass.float().softmax(-1).gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+    reached = mass.cumsum(-1) - mass >= p  # whether better chunks reach p already; False for NaN
+    return _only(ids, stays | ~reached)
 
 
 def keep_best(chosen: Tensor, scores: Tensor, forced: Tensor, n: Tensor) -> Tensor:
@@ -57,17 +52,22 @@ def keep_best(chosen: Tensor, scores: Tensor, forced: Tensor, n: Tensor) -> Tens
 
     The chunks `forced [T, M]` count first, so n is at least their number. Time: O(C · T · K log K).
     """
+    ids, _ = _ranked(chosen, scores, forced)
+    return _only(ids, torch.arange(ids.shape[-1], device=ids.device) < n[:, None])
+
+
+def _ranked(chosen: Tensor, scores: Tensor, forced: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each query's chosen chunks, the forced ones first, then by score, then -1; and which are forced."""
     taken, index = chosen >= 0, chosen.clamp(min=0)
-    first = forced.expand(len(chosen), -1, -1).gather(-1, index)
-    rank = scores.float().gather(-1, index).masked_fill(first, torch.inf).masked_fill(~taken, -torch.inf)
+    stays = forced.expand(len(chosen), -1, -1).gather(-1, index) & taken
+    rank = scores.float().gather(-1, index).masked_fill(~taken, -torch.inf).masked_fill(stays, torch.inf)
     order = rank.argsort(dim=-1, descending=True, stable=True)
-    within = (torch.arange(chosen.shape[-1], device=chosen.device) < n[:, None]).expand_as(order)
-    return _only(chosen, torch.empty_like(taken).scatter_(-1, order, within) & taken)
+    return chosen.gather(-1, order), stays.gather(-1, order)
 
 
 def _only(chosen: Tensor, kept: Tensor) -> Tensor:
     none = torch.iinfo(torch.int64).max
-    ids = chosen.masked_fill(~kept, none).sort(dim=-1).values
+    ids = chosen.masked_fill(~kept | (chosen < 0), none).sort(dim=-1).values
     return ids.masked_fill(ids == none, -1)
 
 

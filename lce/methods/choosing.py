@@ -218,15 +218,11 @@ def plain_runs(c: Selection, q: Tensor, cache: LayerCache, step: DeviceStep, own
 def cost(c: Selection, block: QueryBlock) -> Cost:
     if block.layer < c.dense_layers:
         return Cost(0)
-    near, together = c.n_near * c.size, c.share != "head"
+    near, i = c.n_near * c.size, torch.arange(block.start, block.stop)
+    n, before = c.n_chosen(i), (i // c.size - c.n_near).clamp(min=0, max=c.n_choices)
+    n_seen = int((before if n is None else before.minimum(n)).sum())
     candidates = replace(block, start=max(0, block.start - near), stop=max(0, block.stop - near))
-    i = torch.arange(block.start, block.stop)
-    if (n := c.n_chosen(i)) is not None:
-        n_seen = int(torch.minimum(n, (i // c.size - c.n_near).clamp(min=0)).sum())
-        seen = candidates.chosen(c.size, n_seen, together=together)
-    else:
-        seen = candidates.chunks(c.size, c.n_choices, together=together)
-    return seen + c.selector.cost(block, c)
+    return candidates.chosen(c.size, n_seen, together=c.share != "head") + c.selector.cost(block, c)
 
 
 AT_ONCE = 16 << 20  # the bytes of keys and values that are gathered at a time

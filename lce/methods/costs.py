@@ -75,39 +75,24 @@ class QueryBlock:
     @property
     def causal(self) -> Cost:
         """The cost of plain causal attention: each query sees all tokens up to its own."""
-        return self.seen(_sum_to(self.stop) - _sum_to(self.start), self.stop)
+        return self.seen(len(self) * (self.start + 1 + self.stop) // 2, self.stop)
 
     def tokens(self, n: int) -> Cost:
         """Return the cost if all queries attend the same `n` tokens."""
         return self.seen(len(self) * n, n)
 
-    def chunks(self, size: int, most: int, *, together: bool = False) -> Cost:
-        """Return the cost if each query of each head attends `most` chunks before its own, or all if there are fewer.
+    def chosen(self, size: int, chosen: int, *, together: bool = False) -> Cost:
+        """Return the cost if the queries of each head attend `chosen` chunks of `size` tokens in all.
 
         With `together` the query heads of a KV head attend the same chunks. `rows_read` is an upper bound, for
         the case that no two queries or heads choose the same chunk.
         """
-
-        def before(n: int) -> int:
-            return size * _sum_to(n // size - 1, most) + n % size * min(most, n // size)
-
-        return self.chosen(size, before(self.stop) - before(self.start), together=together)
-
-    def chosen(self, size: int, chosen: int, *, together: bool = False) -> Cost:
-        """Return what `chunks` returns if the queries of each head attend `chosen` chunks in all."""
         n_lists = 1 if together else self.n_heads // self.n_kv_heads
         return self.seen(size * chosen, size * min(n_lists * chosen, (self.stop - 1) // size))
 
     def seen(self, pairs: int, n_tokens: int) -> Cost:
         """Return the cost of `pairs` query-key pairs per head, with keys of `n_tokens` different tokens in all."""
         return Cost(2 * self.n_heads * self.head_dim * pairs, rows_read=self.n_kv_heads * n_tokens)
-
-
-def _sum_to(n: int, most: int | None = None) -> int:
-    """Return `min(1, most) + min(2, most) + … + min(n, most)`; 0 for n below 1."""
-    n = max(0, n)
-    rising = n if most is None else min(n, most)
-    return rising * (rising + 1) // 2 + (n - rising) * (most or 0)
 
 
 def cost(method: Declaring, block: QueryBlock) -> Cost:

@@ -21,13 +21,13 @@ from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.budget import TOP_P
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
 from lce.methods.joint import HOOKS, PROMISES, JointSelection
-from lce.methods.lowdim import LowDimMap, LowDimMaps, block_scores, concat_heads, principal
+from lce.methods.lowdim import BASIS, LowDimMap, LowDimMaps, block_scores, concat_heads, layer_maps, principal
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts, Step
 
-LOW_DIM_KEYS, BASIS = "low-dim keys", "principal components"
+LOW_DIM_KEYS = "low-dim keys"
 OTHERWISE = "-o compress=pca or -o compress=none"
 
 
@@ -95,10 +95,9 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
         return made
 
     def resolve(self, window: int) -> Self:
-        made, maps = self.sized(window), self.maps
-        if made.compress != "calibrated":
-            return made
-        check_maps(self.name, maps, self.low_dim, resolved(made.far), window, OTHERWISE)
+        made = self.sized(window)
+        if made.compress == "calibrated":
+            check_maps(self.name, self.maps, self.low_dim, resolved(made.far), window, OTHERWISE)
         return made
 
     @property
@@ -106,12 +105,17 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
         return max(1, min(512, self.n_local // 2))  # small, because local keys are up to `local + block` away
 
     @property
+    def learned(self) -> LowDimMaps | None:
+        """The maps in use, if they are learned ones."""
+        return self.maps if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated" else None
+
+    @property
     def n_recent(self) -> int:
         return self.sinks + self.n_local
 
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
-        if isinstance(self.maps, LowDimMaps) and self.compress == "calibrated":
-            self.maps.check_shapes(layout.acting_layers, layout.n_heads, layout.n_kv_heads, layout.head_dim)
+        if self.learned is not None:
+            self.learned.check_shapes(layout.acting_layers, layout.n_heads, layout.n_kv_heads, layout.head_dim)
         kept = dict(super().state(layout))
         if self.compress != "none":
             kept[LOW_DIM_KEYS] = TokenRows(self.low_dim * layout.dtype.itemsize)
@@ -131,8 +135,7 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)
-        maps = layer_maps(self, cache, k)
-        if maps is not None:
+        if self.compress != "none" and (maps := layer_maps(self.learned, cache, k)) is not None:
             cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
@@ -183,17 +186,6 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
         return relevance.float() / ((1 if self.heads == "max" else n_heads) * math.sqrt(head_dim))
 
 
-def layer_maps(method: ESA, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-    """Return the layer's maps to low-dim vectors, or None if they are not computed yet.
-
-    With `pca`, the query map is applied to the sum of the queries that share a KV head.
-    """
-    if isinstance(method.maps, LowDimMaps) and method.compress == "calibrated":
-        return method.maps.layer(cache.index, like)
-    basis = cache.kept(Staged, BASIS).latest if method.compress == "pca" else None
-    return None if basis is None else LowDimMap.unbiased(basis, basis)
-
-
 @paper_figures.register(ESA)
 def _(method: ESA, block: QueryBlock) -> Sequence[PaperFigure]:
     if method.compress == "none":
@@ -234,7 +226,7 @@ def scorer(method: ESA, q: Tensor, cache: LayerCache, step: Step) -> tuple[Calla
             return torch.cat([products(shared[:, rows], k.mT).sum(dim=0) for k in keys], dim=1)
 
         return exact, (stop - first) * (len(q) if method.heads == "max" else len(groups))
-    maps = layer_maps(method, cache, q)
+    maps = layer_maps(method.learned, cache, q)
     assert maps is not None, "found before it is used"
     low_q = maps.low_queries(concat_heads(groups.sum(dim=1) if method.compress == "pca" else q))
     low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)

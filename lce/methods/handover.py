@@ -43,11 +43,7 @@ class Handover(Wrapped, promises={"by_head": ATTENTION}):
     @property
     def settings(self) -> dict[str, Any]:
         """The knobs of both methods by name, those of `prefill` with the beginning `PREFILL`."""
-        return {
-            f"{beginning}{name}": value
-            for beginning, method in (("", self.inner), (PREFILL, self.prefill))
-            for name, value in settings(method).items()
-        }
+        return settings(self.inner) | {f"{PREFILL}{name}": value for name, value in settings(self.prefill).items()}
 
     def for_model(self, model: ModelFacts) -> Self:
         return replace(self, inner=self.inner.for_model(model), prefill=self.prefill.for_model(model))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -231,9 +231,23 @@ def spelled(value: Any) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert `value` to the type `kind`: int, float, bool, str, a Literal, or a union. Raises `ValueError`."""
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return _convert_to_any(value, typing.get_args(kind))
+    """Convert `value` to the type `kind`: int, float, bool, str, a Literal, or a union. Raises `ValueError`.
+
+    Of a union, the first type that takes the value; the word `none` is None.
+    """
+    arms, expected = [*_arms(kind)], list[str]()
+    if type(None) in arms and (value is None or (isinstance(value, str) and value == "none")):
+        return None
+    for arm in arms:
+        if arm is not type(None):
+            try:
+                return _convert(value, arm)
+            except ValueError as error:
+                expected.append(str(error))
+    raise ValueError(" or ".join(expected))
+
+
+def _convert(value: Any, kind: Any) -> Any:
     is_small = isinstance(value, int) and abs(value) <= MOST
     word = str(value) if is_small or isinstance(value, str) else ""
     if typing.get_origin(kind) is Literal:
@@ -261,17 +275,3 @@ def convert(value: Any, kind: Any) -> Any:
     if isinstance(kind, type) and kind not in (int, float) and isinstance(value, kind):
         return value
     raise ValueError(f"a value of type {getattr(kind, '__name__', kind)}")
-
-
-def _convert_to_any(value: Any, kinds: Sequence[Any]) -> Any:
-    """Convert `value` to the first of these types that takes the value; the word `none` is None."""
-    if type(None) in kinds and (value is None or (isinstance(value, str) and value == "none")):
-        return None
-    expected = []
-    for kind in kinds:
-        if kind is not type(None):
-            try:
-                return convert(value, kind)
-            except ValueError as error:
-                expected.append(str(error))
-    raise ValueError(" or ".join(expected))

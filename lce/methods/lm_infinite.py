@@ -74,34 +74,23 @@ class LMInfinite(LocalMethod, promises=dict.fromkeys(PROMISES, ATTENTION)):
     def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         if placed.part.keys != CHOSEN:
             return super().attend_part(q, placed, cache, step)
-        return attend_best_tokens(rotate(q, placed.turn), cache, step, self.top_k, first=self.sinks, gap=self.n_local)
+        first, stop = self.sinks, step.stop - self.n_local
+        if stop <= first:
+            return None
+        q, last_seen = rotate(q, placed.turn), step.positions(q.device) - self.n_local
+        rows = max(1, SCORES_AT_ONCE // (len(q) * (stop - first)))
+        slices = zip(q.split(rows, dim=1), last_seen.split(rows), strict=True)
+        return join([self._attend_best(some, cache, stop, seen) for some, seen in slices], 1)
 
-
-def attend_best_tokens(
-    q: Tensor, cache: LayerCache, step: Step, top_k: int, *, first: int, gap: int
-) -> Attended | None:
-    """Return the attention of each query i to the `top_k` tokens with the largest logits among `first..i-gap`.
-
-    The queries `[H, T, D]` are rotated already; keys are used as they are cached. None: no query of the block has such
-    a token. Time: O(H · T · N · D). Bytes: the scores of a slice of queries.
-    """
-    stop = step.stop - gap
-    if stop <= first:
-        return None
-    last_seen = step.positions(q.device) - gap - first  # counted from token `first`
-    rows = max(1, SCORES_AT_ONCE // (q.shape[0] * (stop - first)))
-    slices = zip(q.split(rows, dim=1), last_seen.split(rows), strict=True)
-    return join([_attend_best(some, cache, first, stop, seen, top_k) for some, seen in slices], 1)
-
-
-def _attend_best(q: Tensor, cache: LayerCache, first: int, stop: int, last_seen: Tensor, top_k: int) -> Attended:
-    keys = (cache.span(*piece)[0] for piece in cache.segments(first, stop))
-    logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in keys]
-    hidden = torch.arange(stop - first, device=q.device) > last_seen[:, None]
-    scores = torch.cat(logits, dim=-1).float().div_(math.sqrt(q.shape[-1])).masked_fill_(hidden, -torch.inf)
-    best = scores.topk(min(top_k, stop - first), dim=-1)
-    lse = best.values.logsumexp(-1)
-    weights = (best.values - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    values = cache.values((first + best.indices).view(cache.layout.n_kv_heads, -1))
-    values = values.view(*best.indices.shape, q.shape[-1])  # [H, T, top_k, D]
-    return (weights[..., None, :].to(values.dtype) @ values).squeeze(-2), lse
+    def _attend_best(self, q: Tensor, cache: LayerCache, stop: int, last_seen: Tensor) -> Attended:
+        """Return the attention of rotated queries to their `top_k` best tokens of `sinks..last_seen [T]`."""
+        keys = (cache.span(*piece)[0] for piece in cache.segments(self.sinks, stop))
+        logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in keys]
+        hidden = torch.arange(self.sinks, stop, device=q.device) > last_seen[:, None]
+        scores = torch.cat(logits, dim=-1).float().div_(math.sqrt(q.shape[-1])).masked_fill_(hidden, -torch.inf)
+        best = scores.topk(min(self.top_k, stop - self.sinks), dim=-1)
+        lse = best.values.logsumexp(-1)
+        weights = (best.values - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        values = cache.values((self.sinks + best.indices).view(cache.layout.n_kv_heads, -1))
+        values = values.view(*best.indices.shape, q.shape[-1])  # [H, T, top_k, D]
+        return (weights[..., None, :].to(values.dtype) @ values).squeeze(-2), lse

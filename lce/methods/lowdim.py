@@ -21,9 +21,13 @@ from torch import Tensor
 from lce.attention import SCORES_AT_ONCE, affine, best_below_top, principal_directions
 from lce.attention import first_best as first_best
 from lce.attention import spread as spread
+from lce.cache.layer import LayerCache
+from lce.cache.method_state import Staged
 from lce.errors import DataError, UsageError, shown
 from lce.files import named
 from lce.models.config import RopeConfig
+
+BASIS = "principal components"  # the name of the state that holds a layer's, computed from a text
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,17 @@ class LowDimMaps:
         if not fit or not {*layers} <= self.layers.keys():
             sizes = ", ".join(f"{name} {list(shape)}" for name, shape in wanted.items())
             raise UsageError(f"{self!r} does not fit this model: expected maps of {len(layers)} layers, each {sizes}")
+
+
+def layer_maps(maps: object, cache: LayerCache, like: Tensor) -> LowDimMap | None:
+    """Return a layer's maps: the learned `maps`, or else its principal components; None: these are not computed yet.
+
+    The query map of principal components is applied to the sum of the queries that share a KV head.
+    """
+    if isinstance(maps, LowDimMaps):
+        return maps.layer(cache.index, like)
+    basis = cache.kept(Staged, BASIS).latest
+    return None if basis is None else LowDimMap.unbiased(basis, basis)
 
 
 def missing(method: str, command: str, otherwise: str) -> UsageError:

@@ -15,14 +15,13 @@ from lce.errors import UsageError
 from lce.methods.base import Method, is_like, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.knobs import fill_in, knob
-from lce.methods.lowdim import LowDimMap, LowDimMaps, concat_heads, principal
+from lce.methods.lowdim import BASIS, LowDimMaps, concat_heads, layer_maps, principal
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.selection import Selection, Share, Sizes
 from lce.methods.selectors import SUMMARIES, ContextSelector
 from lce.methods.step import ModelFacts, Step
 from lce.methods.turned_keys import unrotated_keys
 
-BASIS = "principal components"
 OTHERWISE = "-o select.compress=pca"
 
 
@@ -85,11 +84,11 @@ class LowDim(ContextSelector, name="lowdim"):
         """Write the low-dim keys of the pages that this block completes, or of all pages once there are components."""
         size, sample = selection.size, self.sample(selection)
         first, stop = step.start // size, step.stop // size
-        if self._maps(cache, like) is None and step.stop >= sample:
+        if layer_maps(self.maps, cache, like) is None and step.stop >= sample:
             keys = unrotated_keys(method, cache, step, 0, sample).to(like.dtype)
             cache.kept(Staged, BASIS).stage(principal(keys, self.low_dim))
             first = 0
-        maps = self._maps(cache, like)
+        maps = layer_maps(self.maps, cache, like)
         if maps is not None and first < stop:
             keys = unrotated_keys(method, cache, step, first * size, stop * size).to(like.dtype)
             low_keys = maps.low_keys(concat_heads(keys)).unflatten(0, (-1, size))
@@ -99,7 +98,7 @@ class LowDim(ContextSelector, name="lowdim"):
         self, method: Method, q: Tensor, n_chunks: int, selection: Selection, cache: LayerCache, step: Step
     ) -> Tensor:
         """Return the scores `[1, T, n_chunks]`; zeros before there are components, when all pages are taken."""
-        maps = self._maps(cache, q)
+        maps = layer_maps(self.maps, cache, q)
         if maps is None:
             return q.new_zeros(1, q.shape[1], n_chunks, dtype=torch.float32)
         far = rotate(q, step.far_turn(max(1, step.window // 2), q))
@@ -117,9 +116,3 @@ class LowDim(ContextSelector, name="lowdim"):
         query_size = key_size if self.compress == "pca" else block.n_heads * block.head_dim
         low = (n_new * key_size + (len(block) * query_size if n_tokens else 0)) * low_dim
         return Cost(0, len(block) * n_tokens * low_dim, low_dim=low, state_read=n_tokens * low_dim)
-
-    def _maps(self, cache: LayerCache, like: Tensor) -> LowDimMap | None:
-        if isinstance(self.maps, LowDimMaps):
-            return self.maps.layer(cache.index, like)
-        basis = cache.kept(Staged, BASIS).latest
-        return None if basis is None else LowDimMap.unbiased(basis, basis)

@@ -152,10 +152,8 @@ def maps_for(
     return open_maps(path, wanted, shapes, model.config.acting_layers, model.source.path)
 
 
-def check_maps(
-    method: str, maps: str | LowDimMaps | None, low_dim: int, far: int, window: int, otherwise: str
-) -> LowDimMaps:
-    """Return the maps of a resolved method; raise `UsageError` unless the maps are read and fit its knobs."""
+def check_maps(method: str, maps: str | LowDimMaps | None, low_dim: int, far: int, window: int, otherwise: str) -> None:
+    """Raise `UsageError` unless the maps of a resolved method are read and fit its knobs."""
     if not isinstance(maps, LowDimMaps):
         command = f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}"
         raise missing(method, command, otherwise)
@@ -165,4 +163,3 @@ def check_maps(
         )
     if maps.learned_for is not None:
         replace(maps.learned_for, far=far, window=window).check(maps.learned_for, maps.source)
-    return maps

@@ -8,13 +8,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lce.attention import Turn, rotate
 from lce.errors import UsageError
 from lce.methods.base import resolved
 from lce.methods.knobs import fill_in, knob
 from lce.methods.parts import CHOSEN, Part
 from lce.methods.selection import Placement, Selection
-from lce.methods.step import Step
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,6 @@ class TruePositions(Placement, name="true"):
     def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
         return Part(CHOSEN, i)
 
-    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
-        return [rotate(q, step.true_turn(q))]
-
 
 @dataclass(frozen=True)
 class ConstantDistance(Placement, name="constant"):
@@ -51,9 +46,6 @@ class ConstantDistance(Placement, name="constant"):
 
     def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
         return Part(CHOSEN, resolved(self.far))
-
-    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
-        return [rotate(q, step.far_turn(resolved(self.far), q))]
 
 
 class OneDistance(ConstantDistance):
@@ -79,18 +71,8 @@ class GroupedPositions(Placement, name="grouped"):
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
         return indices // self.group
 
-    def query_at(self, i: Tensor, reach: int) -> Tensor:
-        """Return the positions from which queries `i [T]` see chosen keys."""
-        return i // self.group + reach - reach // self.group
-
     def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
-        return Part(CHOSEN, self.query_at(i, selection.reach))
-
-    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
-        def make() -> Turn:
-            return step.rope.turn(self.query_at(step.positions(q.device), selection.reach), q.dtype)
-
-        return [rotate(q, step.once("grouped turn", make))]
+        return Part(CHOSEN, i // self.group + selection.reach - selection.reach // self.group)
 
 
 @dataclass(frozen=True)
@@ -132,16 +114,7 @@ class DualPositions(Placement, name="dual"):
         own = i // self.size * (self.size // size)
         return torch.stack((own - self.size // size, own), dim=1)
 
-    def query_at(self, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three positions of queries `i [T]`: for older large chunks, for the previous one, for their own."""
-        offset, far = i % self.size, resolved(self.far)
-        return torch.full_like(i, far), (self.size + offset).clamp(max=far), offset
-
     def part(self, i: Tensor, selection: Selection, n_slots: int) -> Part:
-        return Part(CHOSEN, torch.stack(self.query_at(i), dim=1), bands=self.bands(i, selection.size))
-
-    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
-        def make() -> list[Turn]:
-            return [step.rope.turn(at, q.dtype) for at in self.query_at(step.positions(q.device))]
-
-        return [rotate(q, turn) for turn in step.once("dual turns", make)]
+        offset, far = i % self.size, resolved(self.far)
+        at = torch.full_like(i, far), (self.size + offset).clamp(max=far), offset  # older large chunks, previous, own
+        return Part(CHOSEN, torch.stack(at, dim=1), bands=self.bands(i, selection.size))

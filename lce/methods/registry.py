@@ -10,7 +10,6 @@ import hashlib
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -71,22 +70,18 @@ def _found(name: str) -> type[Method]:
             "chat, prefill and plan, without knobs"
         )
     if (point := plugins(ENTRY_POINTS).get(name)) is not None:
-        _register_plugin(name, point)
+        what = f"method {name!r} of {point.value}"
+        try:
+            cls = point.load()
+        except Exception as error:
+            raise UsageError(f"{what} cannot be imported: {error}") from error
+        if not (isinstance(cls, type) and issubclass(cls, Method)):
+            raise UsageError(f"{what} is {cls!r}; expected a subclass of lce.Method")
+        register(name)(cls)
     if name not in _REGISTRY:
         hint = "a file of yours is run by lce.methods.from_file" if name.endswith(".py") else nearest(name, available())
         raise UsageError(f"unknown method {shown(name)}; {hint}")
     return _REGISTRY[name]
-
-
-def _register_plugin(name: str, point: EntryPoint) -> None:
-    what = f"method {name!r} of {point.value}"
-    try:
-        cls = point.load()
-    except Exception as error:
-        raise UsageError(f"{what} cannot be imported: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise UsageError(f"{what} is {cls!r}; expected a subclass of lce.Method")
-    register(name)(cls)
 
 
 def from_file(path: str | Path) -> type[Method]:

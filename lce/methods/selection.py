@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.attention import best_chunks
+from lce.attention import Turn, best_chunks, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState
@@ -135,8 +135,19 @@ class Placement(Knobs, ABC):
         return None
 
     def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
-        """Return the block's unrotated queries `q`, rotated to score chunks: once for all chunks, or for each band."""
-        return [q]
+        """Return the block's unrotated queries `q`, rotated to score chunks: once for all chunks, or for each band.
+
+        By default they are rotated to the positions from which they see the chunks.
+        """
+
+        def make() -> list[Turn]:
+            i = step.positions(q.device)
+            at = self.part(i, selection, 0).query_at
+            if not isinstance(at, Tensor):
+                return [step.far_turn(at, q)]
+            return [step.true_turn(q) if at is i else step.rope.turn(x, q.dtype) for x in at.view(len(i), -1).unbind(1)]
+
+        return [rotate(q, turn) for turn in step.once("scored", make)]
 
 
 @dataclass(frozen=True)
@@ -280,3 +291,6 @@ class SideBySide(Placement, name="side_by_side"):
         taken = (i // size).clamp(max=selection.n_choices)
         behind = (taken[:, None] - torch.arange(n_slots, device=i.device)).clamp(min=0) * size
         return Part(CHOSEN, behind + (i % size)[:, None], n_slots=taken)
+
+    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
+        return [q]

@@ -109,23 +109,20 @@ class XAttention(Method, promises=dict.fromkeys(PROMISES, (*ATTENTION, "parts_of
         size, slices = self.size, list(self.slices(step.start, step.stop))
         if not slices:
             return None
-        found, noted, done = list[Attended](), list[Tensor](), 0
+        found, noted = list[Attended](), list[Tensor]()
+        begin, end = (edge * size - step.start for edge in (slices[0][0], slices[-1][1]))
         for first, last in slices:
             rows = slice(first * size - step.start, last * size - step.start)
             some, turn = q[:, rows], placed.turn.at(rows)
             chosen = self.choose(rotate(some, turn), first, cache).repeat_interleave(size, dim=1)
-            if rows.start > done:
-                found.append(unseen(q, done, rows.start))
             turns = SlotTurns(turn, torch.arange(rows.stop - rows.start, device=q.device)[:, None])
             found.append(step.attention.routed(some, turns, chosen, cache.tiles(chosen)))
             if step.note:
-                noted.append(pad(chosen, (0, slices[-1][1] - last, rows.start - done, 0), value=-1))
-            done = rows.stop
-        if done < q.shape[1]:
-            found.append(unseen(q, done, q.shape[1]))
+                noted.append(pad(chosen, (0, slices[-1][1] - last), value=-1))
         if step.note:
-            step.note(cache.index, pad(torch.cat(noted, dim=1), (0, 0, 0, q.shape[1] - done), value=-1))
-        return join(found, 1)
+            step.note(cache.index, pad(torch.cat(noted, dim=1), (0, 0, begin, q.shape[1] - end), value=-1))
+        found = [unseen(q, 0, begin), *found, unseen(q, end, q.shape[1])]
+        return join([some for some in found if some[0].shape[1]], 1)
 
     def choose(self, q: Tensor, first: int, cache: LayerCache) -> Tensor:
         """Return the blocks that blocks of queries attend besides their own: `[H, n, K]`, ascending, then -1.
