@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,8 +82,8 @@ class Batch(Unique):
             memory = in_bytes(cache_memory, "cache_memory")
         self._prefixes = PrefixCache(folder, memory, budget, reuse)
         self._changed = self._prefixes.changed
-        self._choosing = threading.Lock()  # for `_setups`
-        self._setups: dict[Method, Setup] = {setup.method: setup}
+        self._choosing = threading.Lock()  # for `_using`, so that each method has one setup
+        self._using = lru_cache(MOST_METHODS)(setup.using)
         self._named: dict[str, tuple[Setup, Context]] = {}
         self._prefixes.learn(setup)
         self._scheduler = Scheduler(setup.model, self.max_lanes, self.max_waiting, self._prefixes)
@@ -107,11 +108,7 @@ class Batch(Unique):
         if not isinstance(method, Method):
             raise UsageError(f"method is {shown(method)}; expected a method's name, or an instance of Method")
         with self._choosing:
-            if method not in self._setups:
-                if len(self._setups) >= MOST_METHODS:
-                    self._setups = {self.setup.method: self.setup}
-                self._setups[method] = self.setup.using(method)
-            return self._setups[method]
+            return self.setup if method == self.setup.method else self._using(method)
 
     def stream(
         self,
@@ -163,10 +160,8 @@ class Batch(Unique):
         self._check_name(name)
         check_names(how, ("method", "method_options"), "option")
 
-        def add(request: Request, context: Context) -> None:
-            self._add(name, request.setup, context)
-
-        return self._ask(prompt, how.get("method"), how.get("method_options"), None, None, add)
+        method, knobs = how.get("method"), how.get("method_options")
+        return self._ask(prompt, method, knobs, None, None, lambda asked, made: self._add(name, asked.setup, made))
 
     def add_context(self, name: str, path: str | Path) -> None:
         """Keep a context file of the batch's engine under a name. Raises `DataError` for any other file."""

@@ -144,12 +144,8 @@ class Engine(Unique):
         With `keep`, the file has that share of the keys and values: see `evict`. The text is then prefilled in memory,
         or within the budgets, as it is after a `context` of which keys were evicted; `checkpoint_every` is refused.
         """
-        asked = FilePrefill(document, path, context, length, checkpoint_every, force, progress)
-        if keep is None:
-            return prefill_file(self.setup, asked)
-        from lce.engine.eviction import evicted_file
-
-        return evicted_file(self.setup, asked, keep)
+        asked = FilePrefill(document, path, context, length, checkpoint_every, force, progress, keep)
+        return prefill_file(self.setup, asked)
 
     def evict(self, context: Context, keep: float, *, progress: Progress | bool | None = None) -> Context:
         """Return a new context with the share `keep` of the keys and values of `context`, which stays as it is.

@@ -15,7 +15,6 @@ has cannot read them.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,12 +24,10 @@ from torch import Tensor
 
 from lce.attention import SCORES_AT_ONCE, rotate
 from lce.cache.kv import Eviction, KVCache
-from lce.engine.context import Context, context_of, given_context, own_context, reserve
+from lce.engine.context import Context, context_of, given_context, reserve
 from lce.engine.options import Checked
-from lce.engine.prefilling import FilePrefill, prefill_file
 from lce.engine.running import append, blocks, read
 from lce.engine.setup import Setup
-from lce.engine.stream import Stats
 from lce.errors import UsageError
 from lce.methods.full import Full
 from lce.methods.observed import Observation, Observed
@@ -49,7 +46,7 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 
 def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool | None = None) -> Context:
     """Return a new context with the share `keep` of the keys and values of `context`: see `Engine.evict`."""
-    _check(setup, keep, given_context(setup, context))
+    check(setup, keep, given_context(setup, context))
     n_rows = max(1, round(keep * len(context)))
     if n_rows >= len(context):
         return context.fork()
@@ -66,21 +63,7 @@ def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool
         return context_of(setup, replace(context.data, cache=cache, source=None, saves=set()))
 
 
-def evicted_file(setup: Setup, asked: FilePrefill, keep: float) -> Stats:
-    """Prefill a document into a context file with the share `keep` of its keys: see `Engine.prefill_file`."""
-    _check(setup, keep, own_context(setup, asked.context))
-    more_s = {}
-
-    def shrink(held: Context, tell: Progress) -> Context:
-        started = time.perf_counter()
-        made = evict(setup, held, keep, tell)
-        more_s["evict"] = time.perf_counter() - started
-        return made
-
-    return replace(prefill_file(setup, asked, shrink), more_s=more_s)
-
-
-def _check(setup: Setup, keep: object, context: Context | None) -> None:
+def check(setup: Setup, keep: object, context: Context | None) -> None:
     """Raise `UsageError` if `keep` is no share, or if no keys of such contexts, or of this one, can be evicted."""
     SHARE(keep, "keep")
     method, config = setup.method, setup.model.config

@@ -1,7 +1,6 @@
 """Prefills a document into a context, or straight into a context file."""
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -54,22 +53,18 @@ class FilePrefill(Record):
     checkpoint_every: Any = option(None, parse=Counted())
     force: bool = False
     progress: Progress | bool | None = None
+    keep: float | None = None  # checked by `lce.engine.eviction`
 
 
-def prefill_file(
-    setup: Setup, asked: FilePrefill, shrink: Callable[[Context, Progress], Context] | None = None
-) -> Stats:
-    """Prefill a document into a context file: see `Engine.prefill_file`.
-
-    With `shrink`, the text is prefilled in memory, and what `shrink` returns for its context is written.
-    """
+def prefill_file(setup: Setup, asked: FilePrefill) -> Stats:
+    """Prefill a document into a context file: see `Engine.prefill_file`."""
     context, ids = asked.context, prompt_ids(setup, asked.document, asked.context)
     check_progress(asked.progress)
     target = Target(asked.path, asked.force, () if context is None else context.data.saves)
-    if shrink is not None or setup.ranks.count > 1 or (context is not None and context.cache.fixed):
+    if asked.keep is not None or setup.ranks.count > 1 or (context is not None and context.cache.fixed):
         if asked.checkpoint_every is not None:
             raise UsageError("checkpoint_every is for a prefill on one rank that keeps all keys; leave it out")
-        return _file_from_memory(setup, ids, target, asked, shrink)
+        return _file_from_memory(setup, ids, target, asked)
     with nullcontext() if context is None else context.hold():
         before = None if context is None else context.data
         ids = ids if before is None else [*before.token_ids, *ids]
@@ -96,22 +91,24 @@ def prefill_file(
     return stats
 
 
-def _file_from_memory(
-    setup: Setup,
-    ids: list[int],
-    target: Target,
-    asked: FilePrefill,
-    shrink: Callable[[Context, Progress], Context] | None,
-) -> Stats:
-    """Prefill a document in memory, shrink its context, if asked to, and write the file."""
+def _file_from_memory(setup: Setup, ids: list[int], target: Target, asked: FilePrefill) -> Stats:
+    """Prefill a document in memory, evict keys if asked to, and write the file."""
+    n, context, keep = len(ids), asked.context, asked.keep
+    if keep is not None:
+        from lce.engine import eviction
+
+        eviction.check(setup, keep, context)
     target.check()
-    n, context = len(ids), asked.context
-    stats, whole = Stats(prompt_tokens=n, read_before=len(context or ())), n if shrink is None else 2 * n
+    stats, whole = Stats(prompt_tokens=n, read_before=len(context or ())), n if keep is None else 2 * n
     with reported(asked.progress, "prefill") as tell:
         started, held = time.perf_counter(), None if context is None else context.fork()
-        held = prefill(setup, ids, held, asked.length, lambda done, _: tell(done, whole))
+        written = held = prefill(setup, ids, held, asked.length, lambda done, _: tell(done, whole))
         stats.prefill_s = time.perf_counter() - started
-        with held, shrink(held, lambda done, total: tell(n + done * n // total, whole)) if shrink else held as written:
-            setup.files.save(target, written.data)
-            stats.memory, stats.traffic = written.cache.bytes_by_tier, written.cache.traffic
+        with held:
+            if keep is not None:
+                written = eviction.evict(setup, held, keep, lambda done, total: tell(n + done * n // total, whole))
+                stats.more_s["evict"] = time.perf_counter() - started - stats.prefill_s
+            with written:
+                setup.files.save(target, written.data)
+                stats.memory, stats.traffic = written.cache.bytes_by_tier, written.cache.traffic
     return stats
