@@ -15,6 +15,7 @@ from lce.models.config import Fields, LayerKind, ModelConfig, RopeConfig
 from lce.models.llama import Llama
 from tests import oracle
 from tests.checkpoints import save_tiny
+from tests.parity import oracle_logits
 from tests.running import cut
 
 WINDOW, SLIDING, THETA = 32, 9, 1000.0
@@ -56,21 +57,15 @@ def true_logits(engine: lce.Engine, ids: Sequence[int], name: str, block: int, s
 
     Rotated layers without a sliding window have positions divided by `stretch`.
     """
-    config = engine.setup.model.config
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kind, dim = config.layer_kinds[layer], q.shape[-1]
-        slides = kind.sliding_window is not None
+    def setting(kind: LayerKind, dim: int) -> oracle.Setting:
         theta = THETA if kind.rope is None else kind.rope.theta
         frequencies = torch.tensor([theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
-        frequencies *= (1 if slides else 1 / stretch) * kind.rotated
+        frequencies *= (1 / stretch if kind.sliding_window is None else 1) * kind.rotated
         blocks = cut(len(ids), block)
-        setting = oracle.Setting(WINDOW, blocks, frequencies=frequencies, sliding_window=kind.sliding_window)
-        definition, knobs = (oracle.full, {}) if slides else (oracle.DEFINITIONS[name], METHODS[name])
-        return oracle.attention(q, k, v, definition(q, k, v, setting, **knobs), setting).to(q.dtype)
+        return oracle.Setting(WINDOW, blocks, frequencies=frequencies, sliding_window=kind.sliding_window)
 
-    with torch.inference_mode():
-        return engine.setup.model.logits(engine.setup.model(torch.tensor(ids), torch.arange(len(ids)), attend))
+    return oracle_logits(engine, ids, setting, **METHODS[name])
 
 
 def attended(n: int, size: int) -> int:

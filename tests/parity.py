@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import lce
 from lce.errors import ModelError
+from lce.models.config import LayerKind
 from lce.models.layers import read_config
 from lce.weights.source import Source
 from tests import oracle
@@ -185,21 +186,29 @@ class FamilyTests:
             assert re.search(message, refusal(tmp_path, family, change)), message
 
 
-def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object) -> None:
-    """The engine's logits in its blocks, beside those of its model with the oracle's definition behind the hook."""
-    scaled = engine.setup.rope_of(len(ids))
-    blocks, kinds = cut(len(ids), engine.setup.block), engine.setup.model.config.kinds
+def oracle_logits(
+    engine: lce.Engine, ids: Sequence[int], setting_of: Callable[[LayerKind, int], oracle.Setting], **knobs: object
+) -> Tensor:
+    """The logits `[N, vocab]` of the engine's model with the oracle's definition of its method behind the hook."""
+    model = engine.setup.model
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rope, sliding = scaled.of(kinds[layer]), kinds[layer].sliding_window
-        rotation = {"frequencies": rope.inv_freq, "factor": rope.scale}
-        setting = oracle.Setting(engine.window, blocks, sliding_window=sliding, **rotation)
-        if sliding is None:
-            tables = oracle.DEFINITIONS[engine.method.name](q, k, v, setting, **knobs)
-        else:
-            tables = oracle.full(q, k, v, setting)
-        return oracle.attention(q, k, v, tables, setting).to(q.dtype)
+        setting = setting_of(model.config.kinds[layer], q.shape[-1])
+        slides = setting.sliding_window is not None
+        define, own = (oracle.full, {}) if slides else (oracle.DEFINITIONS[engine.method.name], knobs)
+        return oracle.attention(q, k, v, define(q, k, v, setting, **own), setting).to(q.dtype)
 
     with torch.inference_mode():
-        truth = engine.setup.model.logits(engine.setup.model(torch.tensor(ids), torch.arange(len(ids)), attend))
-    assert difference(engine.logits(ids), truth) <= 1e-4
+        return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), attend))
+
+
+def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object) -> None:
+    """The engine's logits in its blocks, beside the oracle's with the rotations of the engine."""
+    scaled, blocks = engine.setup.rope_of(len(ids)), cut(len(ids), engine.setup.block)
+
+    def setting(kind: LayerKind, _: int) -> oracle.Setting:
+        rope = scaled.of(kind)
+        rotation = {"frequencies": rope.inv_freq, "factor": rope.scale}
+        return oracle.Setting(engine.window, blocks, sliding_window=kind.sliding_window, **rotation)
+
+    assert difference(engine.logits(ids), oracle_logits(engine, ids, setting, **knobs)) <= 1e-4

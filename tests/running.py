@@ -15,6 +15,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.limits import Limits
 from lce.methods import Driver, Method, Rope, RopeConfig
+from lce.methods.lowdim import LowDimMap
 from lce.methods.step import Note
 from lce.models.layers import Attend
 
@@ -42,6 +43,12 @@ def vectors(seed: int, n_heads: int, n_kv_heads: int, n: int, dim: int) -> tuple
     q = torch.randn(n_heads, n, dim, generator=random) * 1.5
     k = torch.randn(n_kv_heads, n, dim, generator=random) * 1.5
     return q, k, torch.randn(n_kv_heads, n, dim, generator=random)
+
+
+def low_dim_map(n_heads: int, n_kv_heads: int, dim: int, low_dim: int, seed: int = 5) -> LowDimMap:
+    """Random maps of a layer, with biases."""
+    random, shapes = torch.Generator().manual_seed(seed), LowDimMap.shapes(n_heads, n_kv_heads, dim, low_dim)
+    return LowDimMap(**{name: torch.randn(shape, generator=random) for name, shape in shapes.items()})
 
 
 def run(

@@ -3,7 +3,6 @@
 import ast
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -91,9 +90,10 @@ def test_progress_is_told_after_each_block(engine: lce.Engine) -> None:
 
 
 def test_an_engine_is_not_changed_by_use(engine: lce.Engine) -> None:
+    model = engine.setup.model
+
     def weights() -> dict[str, Tensor]:
-        found = {f"{layer.index}.{name}": w for layer in engine.setup.model.layers for name, w in layer.w.items()}
-        model = engine.setup.model
+        found = {f"{layer.index}.{name}": w for layer in model.layers for name, w in layer.w.items()}
         found |= {"embed": model.embed, "head": model.head, "norm": model.final_norm}
         return {name: weight.clone() for name, weight in found.items() if weight is not None}
 
@@ -164,23 +164,19 @@ def test_logprobs_are_those_of_the_model(engine: lce.Engine) -> None:
 def test_logits_are_not_rounded_to_the_dtype_of_the_model(kind: dict[str, str], n: int, tiny_model: Path) -> None:
     """Two candidates of a real model differ by less than bfloat16 resolves: rounded, the lower id would win."""
     engine = lce.load(tiny_model, **{"dtype": "bfloat16"} | kind)
-    logits = engine.logits(tokens(n))
+    model, dtype, logits = engine.setup.model, engine.setup.dtype, engine.logits(tokens(n))
     assert logits.dtype == torch.float32
-    assert (logits == logits.to(engine.setup.dtype).float()).float().mean() < 0.05
-    hidden = torch.randn(n, engine.setup.model.config.hidden_size, generator=torch.Generator().manual_seed(n)).to(
-        engine.setup.dtype
-    )
-    head, norm = engine.setup.model.head, engine.setup.model.final_norm
+    assert (logits == logits.to(dtype).float()).float().mean() < 0.05
+    hidden = torch.randn(n, model.config.hidden_size, generator=torch.Generator().manual_seed(n)).to(dtype)
+    head, norm = model.head, model.final_norm.double()
     exact = head if isinstance(head, torch.Tensor) else head.unpacked(0, torch.empty(head.shape))
-    normed = torch.nn.functional.rms_norm(
-        hidden.double(), norm.shape, norm.double(), engine.setup.model.config.norm_eps
-    )
-    error = (engine.setup.model.logits(hidden) - normed @ exact.double().T).abs().max()
+    normed = torch.nn.functional.rms_norm(hidden.double(), norm.shape, norm, model.config.norm_eps)
+    found = model.logits(hidden)
     most = 1e-3 if "weights" in kind else 3e-6  # packed weights are multiplied with 16-bit integers
-    assert error <= most
-    alone = torch.cat([engine.setup.model.logits(row[None]) for row in hidden])
-    assert (alone - engine.setup.model.logits(hidden)).abs().max() <= 2 * most
-    assert n > SHARED_ROWS or torch.equal(alone, engine.setup.model.logits(hidden))
+    assert (found - normed @ exact.double().T).abs().max() <= most
+    alone = torch.cat([model.logits(row[None]) for row in hidden])
+    assert (alone - found).abs().max() <= 2 * most
+    assert n > SHARED_ROWS or torch.equal(alone, found)
 
 
 # Logits that are no numbers
@@ -190,19 +186,12 @@ def test_logits_are_not_rounded_to_the_dtype_of_the_model(kind: dict[str, str], 
 @pytest.mark.parametrize("weight", ["head", "embed", "down"])
 def test_logits_that_are_not_finite_drop_their_block(tiny_model: Path, value: float, weight: str) -> None:
     engine = lce.load(tiny_model, block=16)
-    engine.setup.model.embed, engine.setup.model.head = (
-        engine.setup.model.embed.clone(),
-        engine.setup.model.head.clone(),
-    )
+    model, last = engine.setup.model, engine.setup.model.layers[1].w
+    model.embed, model.head, last["down"] = model.embed.clone(), model.head.clone(), last["down"].clone()
     context = engine.prefill(tokens(20))
     before = context.logits.clone()
-    if weight == "head":
-        engine.setup.model.head[7, 3] = value
-    elif weight == "embed":
-        engine.setup.model.embed[9, 3] = value  # of one token only
-    else:
-        engine.setup.model.layers[1].w["down"] = engine.setup.model.layers[1].w["down"].clone()
-        engine.setup.model.layers[1].w["down"][5, 5] = value
+    changed = {"head": model.head[7], "embed": model.embed[9], "down": last["down"][5]}  # embed: of one token only
+    changed[weight][3] = value
     question = [*tokens(3), 9]
     for call in (engine.generate, engine.prefill):
         with pytest.raises(lce.ModelError, match="the model's logits are not finite after token 23: its weights hold"):
@@ -330,10 +319,7 @@ def test_a_use_of_what_is_private_is_found(tmp_path: Path) -> None:
 
 
 def test_whoever_generates_loads_no_other_feature() -> None:
-    program = "import sys, lce; lce.load('demo').generate('x', max_tokens=1); print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
-    ).stdout.split()
+    loaded = output("import sys, lce; lce.load('demo').generate('x', max_tokens=1); print(*sys.modules)").split()
     others = "batch chat divided_files dividing eviction graph info operations scoring trace".split()
     assert not {f"lce.engine.{name}" for name in others} & {*loaded}
     assert "lce.engine.running" in loaded

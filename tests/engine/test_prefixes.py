@@ -92,16 +92,6 @@ def test_a_question_makes_no_long_copy(engine: lce.Engine, tmp_path: Path, monke
     assert ask(engine, tmp_path, [*ids, *tokens(50, seed=9), 7]).stats.read_before >= 250
 
 
-def test_memory_has_a_budget_too(engine: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine.batch() as batch:
-        batch._prefixes.memory = 3 * engine.setup.layout.token_bytes * 256
-        for seed in range(12):
-            batch.stream(tokens(100, seed=seed), max_tokens=1).finish()
-        assert batch.gauges()["kept_bytes"] <= batch._prefixes.memory
-        assert batch.gauges()["contexts"] <= 4
-        assert batch.stream(tokens(100, seed=11), max_tokens=1).finish().stats.read_before >= 99
-
-
 def test_what_memory_lacks_is_in_a_file(engine: lce.Engine, tmp_path: Path) -> None:
     with engine.batch(cache_dir=tmp_path) as batch:
         batch._prefixes.memory = 0

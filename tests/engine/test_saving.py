@@ -46,6 +46,7 @@ NEEDS: dict[str, dict[str, object]] = {
     "longheads": {"chunk_size": 8, "chunks": 4},
     "pages": as_knobs("select=lowdim select.compress=pca select.low_dim=8 placement=grouped page=8 budget=48"),
     "quest": {"page": 8, "budget": 48, "dense_layers": 1},
+    "self_extend, auto": {"group": "auto"},
 }
 
 
@@ -60,14 +61,14 @@ SMALL = "least"  # a budget of the least bytes that are legal, and a folder for 
 # The methods for analysis keep what other selectors keep, or nothing.
 SERVING = [name for name in lce.methods.available() if "analysis" not in promises_of(lce.methods.find(name))]
 SLOW_IN_TIERS = pytest.param("longheads", marks=pytest.mark.slow)  # each head reads chunks of its own
-IN_TIERS = [pytest.param(name, marks=[pytest.mark.slow] * (name == "reattention")) for name in SERVING]
+IN_TIERS = [pytest.param(x, marks=[pytest.mark.slow] * (x == "reattention")) for x in [*SERVING, "self_extend, auto"]]
 
 
 def load(
     model: Path, name: str = "longheads", spill_dir: Path | None = None, kv_dtype: str = "auto", **changes: object
 ) -> lce.Engine:
     """An engine of the method; with `spill_dir`, of the smallest budget there is."""
-    method = lce.methods.make(name, {**NEEDS.get(name, {}), **changes})
+    method = lce.methods.make(name.partition(",")[0], {**NEEDS.get(name, {}), **changes})
     engine = lce.load(model, method, block=BLOCK, kv_dtype=kv_dtype)
     least = {"kv_host_budget": Limits(engine.setup.layout).least_budget, "spill_dir": spill_dir}
     return engine if spill_dir is None else lce.load(model, method, block=BLOCK, kv_dtype=kv_dtype, **least)

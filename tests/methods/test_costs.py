@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +19,7 @@ from lce.methods import esa, selectors
 from lce.methods.base import Method, promises_of
 from lce.methods.costs import Cost, QueryBlock, cost, paper_figures
 from lce.methods.lowdim import LowDimMap, LowDimMaps
-from tests.running import as_knobs, vectors
+from tests.running import as_knobs, low_dim_map, vectors
 
 D, WINDOW, LENGTH = 8, 40, 131
 ATTENTION, SCORES, SUMMARIES, LOW_DIM, BASIS = "attention", "scores", "summaries", "low_dim", "basis"
@@ -94,18 +93,13 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return made
 
 
-def maps(n_heads: int, n_kv_heads: int, low_dim: int = 3) -> LowDimMaps:
-    sizes = LowDimMap.shapes(n_heads, n_kv_heads, D, low_dim)
-    return LowDimMaps([LowDimMap(**{name: torch.randn(shape) for name, shape in sizes.items()})])
-
-
 def pages(knobs: str, **more: Any) -> Method:
     return lce.methods.make("pages", as_knobs(knobs) | more)
 
 
 def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
     own = lce.methods
-    low, some = maps(n_heads, n_kv_heads), {"sinks": 3, "local": 20, "top_k": 9}
+    low, some = LowDimMaps([low_dim_map(n_heads, n_kv_heads, D, 3)]), {"sinks": 3, "local": 20, "top_k": 9}
     return {
         "full": own.Full(),
         "streaming": own.Streaming(sinks=3, local=17),
@@ -182,6 +176,7 @@ def test_principal_components_are_not_counted(counter: Counter) -> None:
 def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of keys and values that the backend is given, where no head shares its keys."""
     method, rows = methods(3, 3)[name].resolve(WINDOW), []
+    said = cost(method, QueryBlock(LENGTH - 1, LENGTH, 3, 3, D)).rows_read  # before `attend` is another
     attend, dense, routed = type(method).attend, Attention.dense, Attention.routed
 
     def begin(self: Method, *args: Any) -> Tensor:
@@ -200,7 +195,7 @@ def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Attention, "dense", count_dense)
     monkeypatch.setattr(Attention, "routed", count_routed)
     lce.methods.run(method, *vectors(1, 3, 3, LENGTH, D), window=WINDOW, blocks=[65, 65, 1])
-    assert cost(method, QueryBlock(LENGTH - 1, LENGTH, 3, 3, D)).rows_read == sum(rows)
+    assert said == sum(rows)
 
 
 def test_a_block_is_the_sum_of_its_queries() -> None:

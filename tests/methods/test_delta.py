@@ -12,12 +12,11 @@ from lce.errors import UsageError
 from lce.methods import Delta, make, registry
 from lce.methods.attending import around_core, bounds
 from lce.methods.costs import QueryBlock, cost
-from lce.methods.lowdim import LowDimMap, LowDimMaps
+from lce.methods.lowdim import LowDimMaps
 from lce.methods.parts import Part
 from lce.methods.registry import UserFile, user_file
-from tests.checkpoints import tokens
 from tests.methods.test_matrix import KNOBS, WINDOW, drawn
-from tests.running import cut, run, vectors
+from tests.running import cut, low_dim_map, run, vectors
 
 # Without esa, whose blocks choose.
 KNOBS_OF_PAIRS = [knobs for knobs in KNOBS["delta"] if not str(knobs["method"]).startswith("esa")]
@@ -40,7 +39,7 @@ def test_blocks_of_several_queries_give_the_same(data: st.DataObject) -> None:
 @settings(max_examples=30, deadline=None)
 def test_without_dense_blocks_any_blocks_give_the_same_and_a_text_can_be_truncated(data: st.DataObject) -> None:
     knobs = data.draw(st.sampled_from(KNOBS_OF_PAIRS))
-    method, n = Delta(**{**knobs, "dense_up_to": 0}), 5 * WINDOW
+    method, n = Delta(**{**knobs, "dense_up_to": 0}), 3 * WINDOW
     q, k, v = vectors(9, 4, 2, n, 8)
     cuts = data.draw(st.lists(st.integers(0, n - 1), max_size=3))
     whole = run(method, q, k, v, [n], window=WINDOW)
@@ -110,7 +109,7 @@ def test_a_method_is_spelled_with_all_its_knobs() -> None:
 
 
 def test_what_cannot_be_spelled_and_whose_code_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    maps = LowDimMaps([LowDimMap(**{name: torch.zeros(s) for name, s in LowDimMap.shapes(4, 2, 8, 3).items()})])
+    maps = LowDimMaps([low_dim_map(4, 2, 8, 3)])
     with pytest.raises(UsageError, match="delta: maps of esa cannot be spelled; choose knobs without maps"):
         Delta()._spell(lce.methods.ESA(maps=maps))
     assert user_file(Delta()) is None
@@ -121,20 +120,6 @@ def test_what_cannot_be_spelled_and_whose_code_it_is(monkeypatch: pytest.MonkeyP
 def test_limits_are_those_of_both() -> None:
     assert Delta().resolve(512).limit(512) == 512
     assert Delta(method="lm_infinite").resolve(512).limit(512) is None
-
-
-@pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
-def test_a_context_is_saved_in_the_middle_of_a_group(tiny_model: object, tmp_path: object) -> None:
-    """Its difference goes on, and the method that the file names is made again from its text."""
-    engine = lce.load(tiny_model, Delta(method="lm_infinite:local=9", every=16), block=20)
-    ids, more = tokens(90), tokens(40, 1)
-    path, context = f"{tmp_path}/document.lce", engine.prefill(ids)
-    context.save(path)
-    straight = engine.prefill(more, context=context).logits
-    knobs = lce.info(path).knobs
-    assert knobs["method"] == "lm_infinite:sinks=10:local=9:top_k=0:from_layer=0"
-    again = lce.load(tiny_model, make("delta", knobs), block=20)
-    assert torch.equal(again.prefill(more, context=again.open_context(path)).logits, straight)
 
 
 def test_common_keys_are_cut_out() -> None:

@@ -1,6 +1,7 @@
 """ESA: what the comparison with the oracle does not cover."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from lce.methods import ESA
 from lce.methods.lowdim import LowDimMap, LowDimMaps
 from lce.weights.source import DEMO
 from tests import oracle
-from tests.running import cut, run, vectors
+from tests.running import cut, low_dim_map, run, vectors
 
 WINDOW = 32
 KNOBS = {"sinks": 4, "local": 10, "top_k": 7}
@@ -20,10 +21,8 @@ KNOBS = {"sinks": 4, "local": 10, "top_k": 7}
 
 def learned(n_heads: int, n_kv_heads: int, dim: int, low_dim: int) -> LowDimMap:
     """Random maps with biases that matter."""
-    random = torch.Generator().manual_seed(5)
-    shapes = LowDimMap.shapes(n_heads, n_kv_heads, dim, low_dim)
-    tensors = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    return LowDimMap(**tensors | {"query_bias": tensors["query_bias"] * 40})
+    maps = low_dim_map(n_heads, n_kv_heads, dim, low_dim)
+    return replace(maps, query_bias=maps.query_bias * 40)
 
 
 @pytest.mark.parametrize("blocks", [[100, 60, 40], [90, *cut(110, 1)], cut(200, 7)], ids=["3", "decode", "7"])

@@ -10,11 +10,11 @@ from lce.attention import first_best, spread
 from lce.attention.scores import leading
 from lce.errors import UsageError
 from lce.methods.lowdim import LowDimMap, LowDimMaps, principal
+from tests.running import low_dim_map
 
 
 def layer(n_heads: int = 4, n_kv_heads: int = 2, low_dim: int = 3) -> LowDimMap:
-    shapes = LowDimMap.shapes(n_heads, n_kv_heads, 4, low_dim)
-    return LowDimMap(**{name: torch.randn(shape) for name, shape in shapes.items()})
+    return low_dim_map(n_heads, n_kv_heads, 4, low_dim)
 
 
 def test_the_digest_covers_every_number() -> None:

@@ -13,7 +13,7 @@ from lce.methods.lowdim import LowDimMap, LowDimMaps
 from tests import oracle
 from tests.checkpoints import tokens
 from tests.methods.test_matrix import PLANE
-from tests.running import as_knobs, cut, run, vectors
+from tests.running import as_knobs, cut, low_dim_map, run, vectors
 
 WINDOW, L, N = 32, 4, 200
 BLOCKS = [70, *cut(126, 20), 1, 1, 1, 1]
@@ -74,9 +74,7 @@ def test_everything_selected_is_the_dense_method_of_the_placement(name: str, the
 @pytest.mark.parametrize("top_p", [None, 0.5])
 def test_learned_maps(place: str, top_p: float | None) -> None:
     q, k, v = vectors(5, 8, 2, N, 16)
-    random = torch.Generator().manual_seed(1)
-    shapes = LowDimMap.shapes(8, 2, 16, 6).items()
-    tensors = {name: torch.randn(shape, generator=random) / 8 for name, shape in shapes}
+    tensors = {name: x / 8 for name, x in low_dim_map(8, 2, 16, 6, seed=1).tensors().items()}
     knobs = {**SAME, "select": "lowdim", "placement": place, "select.low_dim": 6, "budget.top_p": top_p}
     setting = oracle.Setting(WINDOW)
     truth = oracle.attention(q, k, v, oracle.pages(q, k, v, setting, **knobs, maps=tensors), setting)

@@ -110,24 +110,6 @@ def test_nothing_is_kept_where_memory_is_bounded(tight: bool, tmp_path: Path) ->
     assert Limits(cache.layout).state_bytes(1000) <= (Limits(cache.layout).budget if tight else 0)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int8-device"])
-def test_a_saved_context_goes_on_as_if_it_had_never_stopped(tiny_model: Path, tmp_path: Path, kv_dtype: str) -> None:
-    """The window is 64: the group is 2 where the context is saved, and 4 at the end."""
-    engine = lce.load(tiny_model, AUTO, block=32, kv_dtype=kv_dtype)
-    context = engine.prefill(tokens(96))
-    context.save(tmp_path / "saved.lce")
-    opened = engine.open_context(tmp_path / "saved.lce")
-    assert AUTO.resolve(64).groups(torch.tensor([95, 192])).tolist() == [2, 4]
-    ends = []
-    for each in (context, context.fork(), opened, opened.fork()):
-        engine.prefill(tokens(96, seed=1), context=each)
-        logits = each.logits
-        ends.append((logits, engine.generate(tokens(1), max_tokens=9, context=each).token_ids))
-    for logits, answer in ends[1:]:
-        assert torch.equal(logits, ends[0][0])
-        assert answer == ends[0][1]
-
-
 def test_a_decode_step_reads_as_much_as_with_a_fixed_group(tiny_model: Path) -> None:
     found = []
     for method in (AUTO, SelfExtend(group=8)):
