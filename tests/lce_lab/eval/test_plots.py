@@ -35,8 +35,7 @@ def test_pictures_show_the_scores(report: Report) -> None:
     by_length, by_bytes, depths, _, methods = [figure for _, figure in figures(report)]
     (axes,) = by_length.axes
     first, second = (container.lines[0] for container in axes.containers)
-    assert list(first.get_ydata()) == [1.0, 0.5]
-    assert (first.get_color(), second.get_color()) == COLOURS[:2]
+    assert (first.get_color(), second.get_color(), list(first.get_ydata())) == (*COLOURS[:2], [1.0, 0.5])
     assert first.get_marker() != second.get_marker()
     assert [text.get_text() for text in by_length.legends[0].get_texts()] == ["ceiling", "quest", "full"]
     assert list(by_bytes.axes[0].containers[0].lines[0].get_xdata()) == [51200 / 2**20, 102400 / 2**20]

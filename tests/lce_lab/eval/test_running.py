@@ -90,14 +90,13 @@ def test_nothing_recorded_is_asked_again(engine: lce.Engine, tmp_path: Path, mon
 
 
 def test_a_line_tells_what_was_asked_of_whom(engine: lce.Engine, tmp_path: Path) -> None:
-    about = {"checkpoint": "tiny"}
-    evaluate(engine, made(1, 1), setting=SETTING, record=Record(tmp_path / "record"), about=about)
-    (line,) = lines(tmp_path / "record")
+    record = Record(tmp_path / "record")
+    evaluate(engine, made(1, 1), setting=SETTING, record=record, about={"checkpoint": "tiny"})
+    (line,) = lines(record.path)
     assert line.pop("knobs")["chunk_size"] == 8
-    expected = {"task": "made", "seed": 0, "index": 0, "method": "longheads", "window": 64}
-    expected |= {"checkpoint": "tiny", "version": lce.__version__}
+    expected = {"task": "made", "seed": 0, "index": 0, "method": "longheads", "window": 64, "checkpoint": "tiny"}
+    expected |= {"version": lce.__version__, "prompt_tokens": len(engine.tokenizer.encode(made(1, 1)[0].prompt))}
     assert {name: line[name] for name in expected} == expected
-    assert line["prompt_tokens"] == len(engine.tokenizer.encode(made(1, 1)[0].prompt))
     assert line["read_bytes"] > 0
     assert 0 <= line["score"] <= 1
 

@@ -23,6 +23,11 @@ def read(folder: Path, benchmark: str, task: str, variant: str = "") -> list[Sam
     return list(find(benchmark).read(folder, find(benchmark).task(task), variant, Letters()))
 
 
+def written(folder: Path, benchmark: str, task: str, variant: str = "") -> list[Sample]:
+    write(folder, benchmark, task)
+    return read(folder, benchmark, task, variant)
+
+
 def test_file_registry_and_docs_agree() -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     page = page.partition("## Published benchmarks")[2].partition("\n## ")[0]
@@ -53,9 +58,8 @@ def test_a_perfect_answer_scores_100(tmp_path: Path, suite: str, task: str) -> N
     """Its answer, written in the benchmark's own layout of predictions and read again."""
     if task in ("gov_report", "vcsum", "news_summ", "longbook_sum_eng"):
         pytest.importorskip("rouge_score" if suite != "longbench" else "rouge")
-    write(tmp_path, suite, task)
     own, of = find(suite), find(suite).task(task)
-    found = read(tmp_path, suite, task)
+    found = written(tmp_path, suite, task)
     assert found
     assert of in own.present(tmp_path)
     path = tmp_path / f"{task}.jsonl"
@@ -72,8 +76,7 @@ def _reread(own: Any, task: Any, line: dict[str, Any]) -> Any:
 
 
 def test_the_prompts_of_longbench(tmp_path: Path) -> None:
-    write(tmp_path, "longbench", "trec")
-    (sample,) = read(tmp_path, "longbench", "trec")
+    (sample,) = written(tmp_path, "longbench", "trec")
     assert sample.prompt == (
         "Please determine the type of the question below. Here are some examples of questions.\n\n"
         "Question: {b}\nType: City\nQuestion: a?\nType:"
@@ -84,34 +87,28 @@ def test_the_prompts_of_longbench(tmp_path: Path) -> None:
 
 
 def test_longbench_e_has_lengths(tmp_path: Path) -> None:
-    write(tmp_path, "longbench-e", "qasper")
-    assert [sample.group for sample in read(tmp_path, "longbench-e", "qasper")] == ["0-4k", "4-8k", "8k+"]
+    assert [sample.group for sample in written(tmp_path, "longbench-e", "qasper")] == ["0-4k", "4-8k", "8k+"]
 
 
 def test_longbench_averages_over_categories() -> None:
     scores = {task.name: 10.0 for task in find("longbench").tasks} | {"lcc": 70.0}
     found = find("longbench").averages(scores)
-    assert found["average (English)"] == pytest.approx((5 * 10 + 40) / 6)
-    assert found["average (Chinese)"] == pytest.approx((5 * 10 + 40) / 6)
+    assert found == pytest.approx(dict.fromkeys(("average (English)", "average (Chinese)"), (5 * 10 + 40) / 6))
     assert find("longbench").averages({"lcc": 1.0}) == {}
 
 
 def test_infinitebench_finds_the_call_and_the_letter(tmp_path: Path) -> None:
-    write(tmp_path, "infinitebench", "code_run")
-    write(tmp_path, "infinitebench", "code_debug")
-    write(tmp_path, "infinitebench", "math_find")
-    (sample,) = read(tmp_path, "infinitebench", "code_run")
+    (sample,) = written(tmp_path, "infinitebench", "code_run")
     assert sample.prompt.startswith("There is a function called func_1 in the following Python code.\n\ndef")
     assert sample.prompt.endswith("Please compute the exact value of func_1(-3). The value of func_1(-3) is")
-    (sample,) = read(tmp_path, "infinitebench", "code_debug")
+    (sample,) = written(tmp_path, "infinitebench", "code_debug")
     assert sample.answers == ("beta", "B")
-    (sample,) = read(tmp_path, "infinitebench", "math_find", "gpt4")
+    (sample,) = written(tmp_path, "infinitebench", "math_find", "gpt4")
     assert sample.before == "What is the smallest number in the following list?\n\n"
 
 
 def test_leval_asks_about_a_document_and_about_the_world(tmp_path: Path) -> None:
-    write(tmp_path, "l-eval", "sci_fi")
-    loyalty, fact = read(tmp_path, "l-eval", "sci_fi")
+    loyalty, fact = written(tmp_path, "l-eval", "sci_fi")
     assert loyalty.beginning == "Document is as follows. The story."
     assert (loyalty.answers, fact.answers) == (("true",), ("false",))
     assert fact.prompt.startswith("Is it so, based on the real-world knowledge")
@@ -121,17 +118,14 @@ def test_leval_asks_about_a_document_and_about_the_world(tmp_path: Path) -> None
 
 
 def test_needlebench_puts_needles_at_depths(tmp_path: Path) -> None:
-    write(tmp_path, "needlebench", "single_en")
-    found = read(tmp_path, "needlebench", "single_en", "4k")
-    assert len(found) == 10 * 4 * 11
+    found = written(tmp_path, "needlebench", "single_en", "4k")
     first, last = found[0], found[10]
-    assert (first.depth, last.depth, first.group) == (0, 1, "1000")
+    assert (len(found), first.depth, last.depth, first.group) == (10 * 4 * 11, 0, 1, "1000")
     needle = f"\nNeedle {first.answers[0][1:]} is {first.answers[0]}.\n"
     assert first.document.startswith(needle)
     assert last.document.endswith(needle)
     assert len(first.document) == 1000 - 500
-    write(tmp_path, "needlebench", "multi_reasoning_3_en")
-    chain = read(tmp_path, "needlebench", "multi_reasoning_3_en", "4k")[5]
+    chain = written(tmp_path, "needlebench", "multi_reasoning_3_en", "4k")[5]
     assert len(set(re.findall(r"Name\d+", chain.document))) == 3 + 1
     assert chain.answers[0] in chain.document
 
@@ -144,8 +138,7 @@ def test_opencompass_writes_one_object(tmp_path: Path) -> None:
 
 
 def test_counting_stars_reads_what_was_corrected(tmp_path: Path) -> None:
-    write(tmp_path, "counting-stars", "reasoning_en")
-    (sample,) = read(tmp_path, "counting-stars", "reasoning_en")
+    (sample,) = written(tmp_path, "counting-stars", "reasoning_en")
     assert sample.answers == ("5/6", "9/8")
     own, task = find("counting-stars"), find("counting-stars").task("reasoning_en")
     (published,) = _reread(own, task, {"answer": "", "reference_counting_results": list(range(1, 33))})
