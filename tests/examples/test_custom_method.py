@@ -74,6 +74,7 @@ def test_wrong_knobs_are_explained() -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 @pytest.mark.parametrize("spread", [1.0, 0.5, 0.0, -1.0])
+@pytest.mark.covering("spread", "heads")
 def test_equals_its_definition_far_beyond_the_window_in_any_blocks(spread: float, heads: tuple[int, int]) -> None:
     """While everything fits, the first tokens, that is full attention."""
     size, n = 4, 5 * WINDOW + 3
@@ -95,7 +96,7 @@ def test_equals_its_definition_far_beyond_the_window_in_any_blocks(spread: float
 
 @pytest.mark.usefixtures("installed")
 def test_it_answers_beyond_the_window() -> None:
-    assert pass_keys(lce.load("demo", method="keybounds"), 1500, 3).mean >= 0.6
+    assert pass_keys(lce.load("demo", method="keybounds"), 1100, 3).mean >= 0.6
 
 
 def turned(k: Tensor, size: int) -> Tensor:

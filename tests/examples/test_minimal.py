@@ -94,7 +94,7 @@ def test_the_tour_begins_with_its_functions(minimal: ModuleType) -> None:
 )
 def test_all_logits_are_those_of_the_engine(minimal: ModuleType, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Random weights, beyond the window, each token in a block of its own."""
-    folder, ids = save_tiny(tmp_path, **changes), tokens(300)
+    folder, ids = save_tiny(tmp_path, **changes), tokens(200)
     engine, model = lce.load(folder, method="longheads", dtype="float32"), minimal.Llama(folder)
     assert (model.config.chunk_size, model.config.chunks) == (engine.method.chunk_size, engine.method.chunks)
     cache = model.new_cache(len(ids))
@@ -103,18 +103,17 @@ def test_all_logits_are_those_of_the_engine(minimal: ModuleType, tmp_path: Path,
     assert (found - engine.logits(ids)).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, 1000])
-def test_logits_do_not_depend_on_the_block(minimal: ModuleType, tiny_model: Path, block: int) -> None:
-    model, ids = minimal.Llama(tiny_model), tokens(300)
-    found, whole = (minimal.prefill(model, ids, model.new_cache(len(ids)), size) for size in (block, len(ids)))
-    assert (found - whole).abs().max() < 1e-4
+def test_logits_do_not_depend_on_the_block(minimal: ModuleType, tiny_model: Path) -> None:
+    model, ids = minimal.Llama(tiny_model), tokens(200)
+    whole, *found = (minimal.prefill(model, ids, model.new_cache(200), block) for block in (200, 1, 7, 64, 1000))
+    assert max((each - whole).abs().max() for each in found) < 1e-4
 
 
 DEEP = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(
-    "n_chars", [pytest.param(4_000, id="3 windows"), pytest.param(len(HAYSTACK), id="62 windows", marks=DEEP)]
+    "n_chars", [pytest.param(2_800, id="2 windows"), pytest.param(len(HAYSTACK), id="62 windows", marks=DEEP)]
 )
 def test_tokens_on_the_demo_are_those_of_the_engine(minimal: ModuleType, n_chars: int) -> None:
     """A story that is broken off in the middle, and the whole haystack with its question."""
@@ -124,14 +123,14 @@ def test_tokens_on_the_demo_are_those_of_the_engine(minimal: ModuleType, n_chars
 @pytest.mark.parametrize("n_tokens", [300, pytest.param(10_000, marks=DEEP)])
 def test_tokens_on_smollm2_are_those_of_the_engine(minimal: ModuleType, smollm2_folder: Path, n_tokens: int) -> None:
     """Within and beyond the window of 8,192."""
-    compare(minimal, smollm2_folder, ids_of(smollm2_folder, HAYSTACK)[:n_tokens], 12 if n_tokens == 300 else 32)
+    compare(minimal, smollm2_folder, ids_of(smollm2_folder, HAYSTACK)[:n_tokens], 7 if n_tokens == 300 else 32)
 
 
 def test_its_command_finds_a_pass_key_beyond_the_window(tmp_path: Path) -> None:
-    """Three windows, with the key in the middle."""
-    (tmp_path / "prompt.txt").write_text(HAYSTACK[32_000:36_000] + HAYSTACK[-43:], encoding="utf-8")
-    line = [sys.executable, FILE, DEMO, "--prompt-file", tmp_path / "prompt.txt", "--tokens", "8"]
+    """Two windows, with the key in the middle."""
+    (tmp_path / "prompt.txt").write_text(HAYSTACK[32_600:35_400] + HAYSTACK[-43:], encoding="utf-8")
+    line = [sys.executable, FILE, DEMO, "--prompt-file", tmp_path / "prompt.txt", "--tokens", "7"]
     with Process(line) as process:
         out, err = process.communicate()
     assert (process.returncode, out) == (0, " 81728.\n")
-    assert err.endswith("each head of each query attended at most 32 of 95 chunks of 16 tokens\n")
+    assert err.endswith("each head of each query attended at most 32 of 67 chunks of 16 tokens\n")

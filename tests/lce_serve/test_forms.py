@@ -27,8 +27,7 @@ def test_echo_scores_a_prompt_as_the_harness_reads_it(client: Any, engine: Any, 
     found = client.post("/v1/completions", json=how).json()["choices"][0]
     scores = engine.score(ids)
     logprobs = found["logprobs"]["token_logprobs"][: len(ids)]
-    assert logprobs[0] is None
-    assert logprobs[1:] == pytest.approx(scores.logprobs.tolist(), abs=1e-4)
+    assert logprobs == [None, *(pytest.approx(each, abs=1e-4) for each in scores.logprobs.tolist())]
     assert len(found["logprobs"]["tokens"]) in (len(ids), len(ids) + max_tokens)
     assert found["text"].startswith(engine.tokenizer.decode(ids))
     if top:
@@ -64,17 +63,15 @@ def test_responses_take_items_and_refuse_an_earlier_response(client: TestClient)
         {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "2"},
     ]
-    answer = client.post("/v1/responses", json={"input": items, "max_output_tokens": 2})
-    assert answer.status_code == 200, answer.text
-    answer = client.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_1"})
-    assert answer.status_code == 400
+    for body, status in (({"input": items, "max_output_tokens": 2}, 200), ({"previous_response_id": "resp_1"}, 400)):
+        answer = client.post("/v1/responses", json={"input": "x", **body})
+        assert answer.status_code == status, answer.text
 
 
 def test_messages_answer_in_anthropics_form(client: TestClient) -> None:
     how: dict[str, Any] = {"messages": [{"role": "user", "content": "the fox"}], "system": "Be brief."}
     whole = client.post("/v1/messages", json=how | {"max_tokens": 6}).json()
-    assert whole["type"] == "message"
-    assert whole["stop_reason"] in ("end_turn", "max_tokens")
+    assert (whole["type"], whole["stop_reason"] in ("end_turn", "max_tokens")) == ("message", True)
     answer = client.post("/v1/messages", json=how | {"max_tokens": 6, "stream": True})
     found = [json.loads(data) for data in events(answer.text)]
     assert (found[0]["type"], found[-1]["type"]) == ("message_start", "message_stop")

@@ -48,8 +48,7 @@ def test_only_named_origins_may_ask(service: Service) -> None:
     assert client.get("/v1/models", headers={"Origin": "http://other.example"}).status_code == 403
     assert client.get("/v1/models", headers=wanted).headers["access-control-allow-origin"] == "http://page.example"
     answer = client.options(PATH, headers={**wanted, "Access-Control-Request-Method": "POST"})
-    assert answer.status_code == 204
-    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert (answer.status_code, "POST" in answer.headers["access-control-allow-methods"]) == (204, True)
 
 
 def test_bodies_and_headers_are_bounded(service: Service) -> None:
@@ -84,8 +83,7 @@ def test_a_full_queue_is_429(service: Service, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(service.batch, "stream", full)
     answer = client_of(service).post(PATH, json=CHAT)
-    assert answer.status_code == 429
-    assert int(answer.headers["retry-after"]) > 0
+    assert (answer.status_code, int(answer.headers["retry-after"]) > 0) == (429, True)
 
 
 def test_an_unexpected_failure_is_one_requests_own(service: Service, monkeypatch: Any, capfd: Any) -> None:
@@ -93,8 +91,7 @@ def test_an_unexpected_failure_is_one_requests_own(service: Service, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(service.batch, "stream", lambda *_, **__: 1 / 0)
         answer = client.post(PATH, json=CHAT)
-    assert answer.status_code == 500
-    assert "ZeroDivisionError" not in answer.text
+    assert (answer.status_code, "ZeroDivisionError" in answer.text) == (500, False)
     assert answer.headers["x-request-id"] in answer.text
     assert client.post(PATH, json=CHAT).status_code == 200
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
@@ -105,7 +102,5 @@ def test_an_unexpected_failure_is_one_requests_own(service: Service, monkeypatch
 def test_the_log_has_no_texts(client: TestClient, capfd: pytest.CaptureFixture[str]) -> None:
     client.post(PATH, json={**CHAT, "messages": [{"role": "user", "content": "a secret"}]})
     (line,) = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
-    assert line["endpoint"] == PATH
+    assert (line["endpoint"], line["generated_tokens"], "secret" in str(line)) == (PATH, 1, False)
     assert line["prompt_tokens"] > 0
-    assert line["generated_tokens"] == 1
-    assert "secret" not in str(line)

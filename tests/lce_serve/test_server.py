@@ -92,7 +92,7 @@ def test_a_signal_lets_streams_end(chat_model: Path, monkeypatch: pytest.MonkeyP
         lines = [process.line("stderr"), process.line("stderr")]
         assert "is loaded" in lines[1], lines
         url = f"{lines[0].split()[-1]}/v1/chat/completions"
-        body = {"messages": HI, "stream": True, "max_tokens": 1500, "logit_bias": {"77": 100}}
+        body = {"messages": HI, "stream": True, "max_tokens": 600, "logit_bias": {"77": 100}}
         key = {"Authorization": "Bearer k"}
         with httpx2.stream("POST", url, json=body, headers=key, timeout=30) as answer:
             lines = answer.iter_lines()

@@ -23,6 +23,7 @@ from lce.tokenizer.template import render
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.source import Source
 from tests.command import output
+from tests.depth import pairs
 from tests.vocabularies import KINDS
 
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}
@@ -75,9 +76,7 @@ def one_line(error: pytest.ExceptionInfo[LceError]) -> str:
     return message
 
 
-@pytest.mark.parametrize("prompt", [True, False])
-@pytest.mark.parametrize("turns", CONVERSATIONS)
-@pytest.mark.parametrize("template", [LLAMA2, *SNIPPETS])
+@pytest.mark.parametrize(("template", "turns", "prompt"), pairs([LLAMA2, *SNIPPETS], CONVERSATIONS, [True, False]))
 def test_as_transformers_renders(template: str, turns: list[tuple[str, str]], prompt: bool) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -342,7 +341,7 @@ ECHO = "{% for message in messages %}{{ bos_token ~ message.content ~ eos_token 
 WRITTEN = ["<s>", "</s>", "<|begin|>", "<|end|>", "<|eot|>", "<unk>", "<", "s>", "|end|>", " ", "a", "é", "\n"]
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(words=st.lists(st.sampled_from(WRITTEN), max_size=8))
 @example(words=["s>", "<"])  # the end of a message and the beginning of the next one make a control token
 @pytest.mark.parametrize("kind", KINDS)
