@@ -16,7 +16,7 @@ from tests.command import output
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(file for name in "benchmarks docs examples tools".split() for file in (ROOT / name).rglob("*.py"))
 SHARED = set(  # files of lce/methods that hold no method that users name
-    "__init__ attending auto base budget choosing costs decoding handover hooks joint knobs local lowdim "
+    "__init__ attending auto base budget choosing costs decoding handover hooks joint knobs lowdim "
     "lowdim_pages map_file parts placement registry run selection selective selectors step turned_keys observed".split()
 )
 

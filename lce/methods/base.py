@@ -1,4 +1,4 @@
-"""`Method`, the base class of attention methods.
+"""`Method`, the base class of attention methods; and `LocalMethod`, of those that see near and far tokens apart.
 
 A pass runs a block of tokens `start..stop-1` through every layer. In each layer `keep` caches the block's keys, rotated
 to the positions that the method declares, and `attend` computes the attention of the block's queries.
@@ -45,7 +45,7 @@ from lce.methods.knobs import fill_in
 from lce.methods.knobs import knob as knob
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
 from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
-from lce.methods.turned_keys import keep_recent
+from lce.methods.turned_keys import keep_recent, recent_keys
 
 T = TypeVar("T")
 M = TypeVar("M", bound="Method")
@@ -263,3 +263,33 @@ class Method:
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Return the cost of choosing keys and of attending the chosen keys. Example: `block.tokens(self.top_k)`."""
         return Cost(0)
+
+
+class LocalMethod(Method):
+    """A method whose queries see the last `local` tokens at true distances, and farther tokens at other distances.
+
+    Keys are cached unrotated. The last `n_recent` keys are also stored at their absolute positions.
+    """
+
+    local: int | None  # each derived class declares this knob
+    sinks = 0  # a knob of some derived classes
+
+    @property
+    def n_local(self) -> int:
+        """The number of local tokens: the knob `local`, after `resolve`."""
+        return resolved(self.local)
+
+    @property
+    def n_recent(self) -> int:
+        """The number of earlier tokens whose keys are also stored at absolute positions, for parts with `exact`."""
+        return self.n_local
+
+    @property
+    def access(self) -> AccessPattern:
+        return AccessPattern(sinks=self.sinks, local=self.n_recent)
+
+    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
+        return recent_keys(self, self.n_recent, layout)
+
+    def key_positions(self, indices: Tensor) -> Tensor | None:
+        return None

@@ -6,7 +6,7 @@ The queries of a page that choose together attend gathered keys, turned to where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +34,11 @@ from lce.methods.attending import PlacedPart, band_of, fold_chunks, slot_shift, 
 from lce.methods.base import Method
 from lce.methods.budget import keep_best, prune
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.decoding import Span
 from lce.methods.selection import Selection, Selector
 from lce.methods.selectors import SUMMARIES, SummarySelector
 from lce.methods.step import DeviceStep, Step
+
+Choose = Callable[[], Tensor | None]
 
 
 def block_of(n_choices: int) -> int:
@@ -164,19 +165,12 @@ def _slot_turns(placed: PlacedPart, n_slots: int, q: Tensor, step: Step) -> Slot
 
 
 def decode(
-    c: Selection,
-    choose: Callable[[], Tensor | None],
-    q: Tensor,
-    turn: Turn,
-    others: Sequence[Span],
-    cache: LayerCache,
-    step: DeviceStep,
+    c: Selection, choose: Choose, q: Tensor, turn: Turn, own: Turn | None, cache: LayerCache, step: DeviceStep
 ) -> Attended:
-    """Return the attention to chosen chunks, and to the query's own chunk unless the own chunk has recent keys.
+    """Return the attention to chosen chunks, and to the own chunk of the query, rotated by `own`; None: not to that.
 
     `choose` returns the chunks, if no kernel can choose them.
     """
-    own = others[0].turn if others else None
     bands = step.once("bands", lambda: c.placement.bands(step.at, c.size))
     n_bands = 0 if bands is None else bands.shape[1] + 1
     runs = plain_runs(c, q, cache, step, own is not None)
@@ -258,7 +252,12 @@ def attend_whole_pages(
     lists, key_turn = chosen[:: n_heads // n_lists], None
     queries = rotate(q, turns.table.at(turns.rows[:, 0])).unflatten(1, (n_pages, size))
     if turns.rows.shape[1] > 1:
-        key_turn = step.once(f"{n_slots} slots of {size}", lambda: _slot_turn(n_slots, size, q, step))
+
+        def make() -> Turn:
+            turn = step.rope.turn(torch.arange(n_slots, device=q.device) * size, torch.float64)
+            return Turn(*((x / step.rope.scale).to(q.dtype)[:, None] for x in turn))
+
+        key_turn = step.once(f"{n_slots} slots of {size}", make)
     at_once = max(1, AT_ONCE // (2 * n_lists * n_slots * size * dim * q.element_size()))
     for start in range(0, n_pages, at_once):
         here = slice(start, min(start + at_once, n_pages))
@@ -287,8 +286,3 @@ def gathered(rounds: Iterable[Tiles], lists: Tensor) -> tuple[Tensor, Tensor]:
             k[here], v[here] = some.k[number[here]], some.v[number[here]]
     shape = lists.shape[0] * lists.shape[1], -1, k.shape[-1]
     return k.view(shape), v.view(shape)
-
-
-def _slot_turn(n_slots: int, size: int, like: Tensor, step: Step) -> Turn:
-    turn = step.rope.turn(torch.arange(n_slots, device=like.device) * size, torch.float64)
-    return Turn(*((x / step.rope.scale).to(like.dtype)[:, None] for x in turn))

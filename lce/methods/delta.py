@@ -184,23 +184,18 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
             kept.write(differences[-1][:, -1:], (step.stop - 1) // self.every)
         if all_dense:
             return dense
-        out = sparse
         if self.correct:
             group = step.once(
                 "groups", lambda: (step.start % self.every + torch.arange(n, device=q.device)) // self.every
             )
-            out = out + torch.cat(differences, dim=1)[:, group]
-        out = out.to(q.dtype)
+            sparse = sparse + torch.cat(differences, dim=1)[:, group]
+        out = sparse.to(q.dtype)
         if begins:
             out[:, first :: self.every] = dense
         return out
 
     def _needs_sparse(self, begins: bool, all_dense: bool) -> bool:
-        """Return whether sparse attention is computed in a block, in which a group `begins` or not.
-
-        If all queries are dense, a method whose decode steps can be recorded needs `keep_queries` alone; others, such
-        as `infllm`, keep things while they attend.
-        """
+        # if all queries are dense: a method whose steps can be recorded keeps nothing while it attends
         return begins or not all_dense or not self.sparse_method.promised("recorded")
 
     def promised(self, what: Promise) -> bool:

@@ -14,22 +14,20 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout, query_bytes
 from lce.cache.method_state import FileTensor, MethodState, RecentRows, Staged, Summaries
 from lce.methods.attending import PlacedPart
-from lce.methods.base import Example, Promise, is_like, knob, resolved
+from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.budget import TOP_P
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.joint import HOOKS, JointSelection
+from lce.methods.joint import HOOKS, PROMISES, JointSelection
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import Step
 
 BLOCKS, VOTES = "memory blocks", "votes"
 
-PROMISES: tuple[Promise, ...] = "alike", "counted", "noted"  # not `kept`: attention gives votes
-
 
 @register("infllm")
 @dataclass(frozen=True)
-class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
+class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES[:-1], HOOKS)):  # not `kept`: attention gives votes
     """InfLLM (Xiao et al., 2024, "Training-Free Long-Context Extrapolation with an Efficient Context Memory").
 
     A query attends the last `local` tokens at their true distance. At the constant distance `far` the query attends the

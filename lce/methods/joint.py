@@ -10,9 +10,8 @@ from torch.nn.functional import pad
 from lce.attention import Attended, first_best, rotate, spread
 from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
-from lce.methods.base import ATTENTION, Promise, filled, resolved
+from lce.methods.base import ATTENTION, LocalMethod, Promise, filled, resolved
 from lce.methods.budget import enough
-from lce.methods.local import LocalMethod
 from lce.methods.parts import CHOSEN
 from lce.methods.step import Step
 

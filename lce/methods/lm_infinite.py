@@ -11,9 +11,8 @@ from torch import Tensor
 from lce.attention import SCORES_AT_ONCE, Attended, join, products, rotate
 from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
-from lce.methods.base import ATTENTION, Example, Promise, filled, knob
+from lce.methods.base import ATTENTION, Example, LocalMethod, Promise, filled, knob
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.local import LocalMethod
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import Step

@@ -8,8 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lce.methods.base import Example, filled, knob
-from lce.methods.local import LocalMethod
+from lce.methods.base import Example, LocalMethod, filled, knob
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 

@@ -31,7 +31,8 @@ from lce.methods.step import ModelFacts, Step
 
 Share = Literal["head", "group", "layer"]  # which heads choose together: none, the query heads of a KV head, or all
 Sizes = CacheLayout | QueryBlock  # both have the sizes of a model's attention
-Scorer = Callable[[slice, Step], Tensor]  # takes a slice of t queries and the slice's step; returns scores `[C, t, M]`
+# A function of a slice of t queries and the slice's step, which returns scores `[C, t, M]`; and the queries of a slice.
+Scorer = tuple[Callable[[slice, Step], Tensor], int]
 
 
 class Selector(Knobs, ABC):
@@ -74,9 +75,7 @@ class Selector(Knobs, ABC):
         """Keep what a block of unrotated queries `[H, T, D]` completes; called before the block chooses."""
 
     @abstractmethod
-    def scorer(
-        self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step
-    ) -> tuple[Scorer, int]:
+    def scorer(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> Scorer:
         """Return a function that scores a slice of the queries `q [H, T, D]`, and the number of queries in a slice."""
 
     def together(self, scores: Tensor, n_choosers: int) -> Tensor:

@@ -137,7 +137,8 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
-        return choosing.decode(self.selection, lambda: self.choose(q, cache, step), q, turn, others, cache, step)
+        own = others[0].turn if others else None
+        return choosing.decode(self.selection, lambda: self.choose(q, cache, step), q, turn, own, cache, step)
 
     def bound(self, stop: int) -> int | None:
         """Return the bound; None if the step completes a chunk. All chunks are complete, or the class promises it."""

@@ -94,9 +94,7 @@ class SummarySelector(Selector):
         complete, turn = queries.unflatten(1, (stop - first, size)), step.once("chunk turn", make)
         return complete if turn is None else rotate(complete, turn)
 
-    def scorer(
-        self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step
-    ) -> tuple[Scorer, int]:
+    def scorer(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> Scorer:
         summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // selection.size)
         scored = selection.placement.scored(q, step, selection)
         rows = max(1, scores_at_once(summary) // (len(q) * summary.shape[1]))
@@ -242,9 +240,7 @@ class ContextSelector(Selector):
     ) -> Tensor:
         """Return scores `[H, T, n_chunks]` (or `[1, T, n_chunks]`) of the first chunks for unrotated `q [H, T, D]`."""
 
-    def scorer(
-        self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step
-    ) -> tuple[Scorer, int]:
+    def scorer(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> Scorer:
         n_chunks, rows = step.stop // selection.size, max(1, SCORES_AT_ONCE // (len(q) * step.stop))
         n_choosers = selection.n_choosers(len(q), step.n_kv_heads)
 
@@ -280,12 +276,7 @@ def random_scores(n_heads: int, n_chunks: int, step: Step, layer: int, device: t
     """Draw scores `[H, T, M]`. A score depends on seed, layer, head, query index and chunk, not on the block size."""
     heads = torch.arange(n_heads, device=device)[:, None, None]
     rows = (seed * 1_000_037 + layer * 1_000_003 + heads) * 1_000_033 + step.positions(device)[:, None]
-    return _mix(rows, torch.arange(n_chunks, device=device))
-
-
-def _mix(x: Tensor, y: Tensor) -> Tensor:
-    """Hash two integer tensors to floats in [0, 1), with 24 random bits (the multiply-and-shift of Murmur3)."""
-    bits = (x * 0x9E3779B1 + y * 0x85EBCA77) & 0xFFFFFFFF
-    for factor in (0x85EBCA6B, 0xC2B2AE35):
+    bits = (rows * 0x9E3779B1 + torch.arange(n_chunks, device=device) * 0x85EBCA77) & 0xFFFFFFFF
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # the multiply-and-shift of Murmur3
         bits = ((bits ^ (bits >> 15)) * factor) & 0xFFFFFFFF
-    return ((bits ^ (bits >> 16)) >> 8).float() / 2**24
+    return ((bits ^ (bits >> 16)) >> 8).float() / 2**24  # 24 random bits

@@ -9,8 +9,7 @@ from torch import Tensor
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState
 from lce.errors import UsageError
-from lce.methods.base import Example, Promise, filled, knob, resolved
-from lce.methods.local import LocalMethod
+from lce.methods.base import Example, LocalMethod, Promise, filled, knob, resolved
 from lce.methods.parts import LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.turned_keys import GROUPED, GroupedKeys
