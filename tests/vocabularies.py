@@ -105,6 +105,7 @@ def byte_ids(raw: bytes) -> list[int]:
 def one_line(error: pytest.ExceptionInfo[LceError]) -> str:
     message = str(error.value)
     assert "\n" not in message
+    assert len(message) < 700
     return message
 
 

@@ -134,7 +134,6 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": KINDS,
 }
 
-
 FAMILIES = sorted(set(families()) - NESTED)
 
 

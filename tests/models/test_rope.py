@@ -37,12 +37,8 @@ SCALINGS: list[tuple[str, dict[str, Any], int | None]] = [
 
 def theirs(kind: str, theta: float, values: dict[str, Any], original: int | None, length: int) -> tuple[Tensor, float]:
     known = {} if original is None else {"original_max_position_embeddings": original}
-    config = LlamaConfig(
-        hidden_size=4 * HEAD_DIM,
-        num_attention_heads=4,
-        max_position_embeddings=WINDOW,
-        rope_parameters={"rope_type": kind, "rope_theta": theta, **values, **known},
-    )
+    sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": WINDOW}
+    config = LlamaConfig(**sizes, rope_parameters={"rope_type": kind, "rope_theta": theta, **values, **known})
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
     return frequencies.double(), float(scale)
 

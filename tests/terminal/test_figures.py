@@ -84,22 +84,16 @@ def test_a_model(tiny_model: Path) -> None:
     assert (text["self_extend"], text["esa"]) == ("local=16 group=8 far=none", found["refused"]["esa"])
 
 
-def test_a_model_that_is_checked(tiny_model: Path, tmp_path: Path) -> None:
-    assert rows(tiny_model, "--check")["checked"] == "no checksums: all weights can be read and are finite"
+def test_a_quantised_model_is_checked_and_its_tensors_are_listed(tiny_model: Path, tmp_path: Path) -> None:
     out = lce.quantize(tiny_model, tmp_path / "out", "int8")
-    assert rows(out, "--check")["checked"] == "all files are as `lce quantize` wrote them"
+    (head, last), plain, text = info(out)["tensors"][-2:], rows(tiny_model, "--check"), rows(out, "--check")
+    assert plain["checked"] == "no checksums: all weights can be read and are finite"
+    assert text["checked"] == "all files are as `lce quantize` wrote them"
+    assert (head | {"kind": "head", "type": "int8", "count": 1}, last["kind"]) == (head, "norms")
+    assert text["head"].split() == ["1", "int8", *figures.size_text(head["n_bytes"]).split()]
+    assert (text["tensors"].split(), "tensors" in plain) == (["count", "type", "size"], False)
     (out / "config.json").write_text((out / "config.json").read_text() + "\n")
     assert (run("info", out).exit_code, run("info", "--check", out).exit_code) == (0, 3)
-
-
-def test_tensors_of_several_types_are_listed(tiny_model: Path, tmp_path: Path) -> None:
-    out = lce.quantize(tiny_model, tmp_path / "out", "int8")
-    (head, last), text = info(out)["tensors"][-2:], rows(out)
-    assert head | {"kind": "head", "type": "int8", "count": 1} == head
-    assert last["kind"] == "norms"
-    assert text["head"].split() == ["1", "int8", *figures.size_text(head["n_bytes"]).split()]
-    assert text["tensors"].split() == ["count", "type", "size"]
-    assert "tensors" not in rows(tiny_model)
 
 
 def test_a_folder_with_nothing_but_a_config(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_where_the_prompt_comes_from(args: list[str], stdin: str | None, expecte
 def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    os.mkfifo(tmp_path / "pipe")
     generate = ("generate", "--model", "none")
     assert_error(run(*generate, "-f", tmp_path / "missing.txt"), 3, "missing.txt", "No such file")
     assert_error(run(*generate, "-f", tmp_path), 3, str(tmp_path), "is a folder; expected a regular file")
@@ -44,12 +45,12 @@ def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
     assert_error(run(*generate, "--prompt", "-", stdin=b"\xff"), 3, "stdin", "not UTF-8")
     assert_error(run(*generate), 3, "stdin is empty; expected some text: write it to stdin, or give it as an argument")
     assert_error(run(*generate, "--prompt", ""), 2, "--prompt is empty")
-    assert_error(run(*generate, "--prompt", "-", "-f", "-"), 2, "both stdin")
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    assert_error(run("generate", "-m", "none", "-f", tmp_path / "pipe"), 3, "pipe is a pipe; expected a file, or - and")
+    assert_error(run(*generate, "-f", tmp_path / "pipe"), 3, "pipe is a pipe; expected a file, or - and")
+    for twice in (
+        ("--prompt", "-", "-f", "-"),
+        *(("--messages", "-", *own) for own in (("-p", "-"), ("-f", "-"), ("-",))),
+    ):
+        assert_error(run(*generate, *twice, stdin="[]"), 2, "both stdin")
 
 
 def test_a_text_larger_than_memory_is_refused_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +70,6 @@ def test_messages_that_are_no_list(content: str, tmp_path: Path) -> None:
     (tmp_path / "messages.json").write_text(content)
     result = run("generate", "--model", "none", "--messages", tmp_path / "messages.json")
     assert_error(result, 3, "messages.json", "expected a list of")
-
-
-def test_stdin_is_read_once() -> None:
-    for prompt in (("-p", "-"), ("-f", "-"), ("-",)):
-        assert_error(run("generate", "--model", "none", "--messages", "-", *prompt, stdin="[]"), 2, "both stdin")
 
 
 def test_stdin_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

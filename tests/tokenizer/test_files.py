@@ -11,7 +11,7 @@ from lce.tokenizer.files import TokenizerConfig
 from lce.tokenizer.tokenizer import BYTES_A_TOKEN
 from lce.weights.folder import BESIDE
 from lce.weights.source import Source
-from tests.vocabularies import one_line, refused, write_json
+from tests.vocabularies import refused, write_json
 
 
 def read(folder: Path) -> TokenizerConfig:
@@ -80,9 +80,8 @@ def test_broken_files(folders: dict[str, Path], tmp_path: Path, name: str, conte
     model = folders["sentencepiece"] / "tokenizer.model"
     (tmp_path / "tokenizer.model").write_bytes(model.read_bytes())
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ModelError) as error:
+    with refused(ModelError):
         Source(tmp_path).tokenizer()
-    assert len(one_line(error)) < 600
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

@@ -298,7 +298,6 @@ def test_wrong_metadata_are_one_line(message: str, change: dict[str, Any]) -> No
     with pytest.raises(ModelError, match=re.escape(message)) as error:
         tokenizer_of(metadata | named(scores=[0.0, 0.0, 0.0]) | named(**change))
     assert "model.gguf" in one_line(error)
-    assert len(str(error.value)) < 700
 
 
 def test_a_template_that_is_no_text_is_one_line(library: tokenizers.Tokenizer) -> None:
