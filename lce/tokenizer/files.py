@@ -5,10 +5,6 @@ by sentencepiece. Both encode a text with special tokens in it. `token` maps an 
 that no token has), and `id_of` a string to the id. `size` is the highest id + 1, `special` are the ids that decoding
 skips, `prefix` and `suffix` are the ids that the file puts before and after every text. An error of either library is
 raised as an error of lce with one line of text.
-
-`TokenizerConfig` is read from the small files. tokenizer_config.json takes precedence over special_tokens_map.json.
-Older checkpoints have their added tokens in added_tokens.json. The chat template may have a file of its own. Every
-small file is optional; a broken one raises ModelError.
 """
 
 import json
@@ -53,7 +49,7 @@ def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """The settings in a tokenizer's small files. A setting that no file has is None."""
+    """The settings in a tokenizer's small files, all of them optional. A setting that no file has is None."""
 
     bos_token: str | None
     eos_token: str | None
@@ -66,11 +62,11 @@ class TokenizerConfig:
 
     @classmethod
     def read(cls, read: Reader, where: Path) -> Self:
-        """Read a tokenizer's files, all except the vocabulary. `where` is named in errors."""
-        config = _object(read, where, "special_tokens_map.json")
-        own = _object(read, where, "tokenizer_config.json")
+        """Read a tokenizer's files, all except the vocabulary. Raises ModelError, naming `where`, for a broken one."""
+        names = "special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"
+        config, own, older = (_object(read, where, name) for name in names)
         config |= {key: value for key, value in own.items() if value is not None}
-        added, special_names = _tokens(config, _object(read, where, "added_tokens.json"))
+        added, special_names = _tokens(config, older)  # older checkpoints have added tokens in a file of their own
         return cls(
             bos_token=_content(config.get("bos_token"), "bos_token"),
             eos_token=_content(config.get("eos_token"), "eos_token"),
@@ -90,14 +86,17 @@ class JsonVocabulary:
         self.path = path
         what = f"{named(path)} is not a tokenizer the tokenizers library accepts"
         with _one_line(ModelError, what, "download the file again"):
-            _check_normalizer(raw)
+            # Checked before the library applies the normalizer to added tokens; only what may be refused is parsed.
+            n_doubling, n_steps = raw.count(b'ByteLevel"'), raw.count(b'"type"')
+            if _LENGTHENS.search(raw) or n_doubling > MOST_BYTE_LEVEL or n_steps > MOST_STEPS:
+                content = parse_json(raw, MOST_VALUES)
+                check_steps(content.get("normalizer") if isinstance(content, dict) else None, "normalizer")
             self._library = library = tokenizers.Tokenizer.from_buffer(raw)
             if library.pre_tokenizer is not None:
                 check_steps(json.loads(library.pre_tokenizer.__getstate__()), "pretokenizer")
-            if isinstance(library.model, tokenizers.models.WordPiece):
-                most = library.model.max_input_chars_per_word
-                if most > MOST_WORD:
-                    raise ModelError(f"max_input_chars_per_word is {most}; expected at most {MOST_WORD}")
+            most = getattr(library.model, "max_input_chars_per_word", 0)
+            if most > MOST_WORD:
+                raise ModelError(f"max_input_chars_per_word is {most}; expected at most {MOST_WORD}")
             if isinstance(library.model, tokenizers.models.BPE):
                 library.model.dropout = None  # in training, dropout skips merges at random
             library.no_truncation()  # a file may ask for truncation or padding; encoding must do neither
@@ -123,25 +122,18 @@ class JsonVocabulary:
             raise ModelError(f"{named(self.path)}: {adds}")
         encoding = self._library.encode(probe)
         self._library.post_processor = None
-        ids, mask, bare = encoding.ids, encoding.special_tokens_mask, self._library.encode(probe).ids
-        inside = [index for index, added in enumerate(mask) if not added] or [len(ids), len(ids) - 1]
-        prefix, suffix = ids[: inside[0]], ids[inside[-1] + 1 :]
-        if ids[inside[0] : inside[-1] + 1] != bare:
+        ids, bare = encoding.ids, self._library.encode(probe).ids
+        inside = [index for index, added in enumerate(encoding.special_tokens_mask) if not added]
+        start, stop = (inside[0], inside[-1] + 1) if inside else (len(ids), len(ids))
+        if ids[start:stop] != bare:
             raise ModelError(f"{named(self.path)}: its post-processor changes the text itself; use another tokenizer")
-        return prefix, suffix
+        return ids[:start], ids[stop:]
 
     def encode(self, text: str) -> list[int]:
         remedy = "its vocabulary lacks an unknown token or bytes; change the text, or use another tokenizer"
         with _one_line(DataError, f"{named(self.path)} cannot encode this text", remedy):
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return ids
-
-
-def _check_normalizer(raw: bytes) -> None:
-    """Check the normalizer before the library applies it to added tokens. Parses only a file that may be refused."""
-    if _LENGTHENS.search(raw) or raw.count(b'ByteLevel"') > MOST_BYTE_LEVEL or raw.count(b'"type"') > MOST_STEPS:
-        content = parse_json(raw, MOST_VALUES)
-        check_steps(content.get("normalizer") if isinstance(content, dict) else None, "normalizer")
 
 
 class SentencePieceVocabulary:

@@ -30,8 +30,8 @@ from lce.sizes import size_text
 from lce.weights.folder import INDEX, WEIGHTS, other_file, read_shards
 from lce.weights.gguf_packed import SCHEMES, Blocks, fill_blocks, say_unpacked
 from lce.weights.gguf_types import BY_NAME, IN_BLOCKS
-from lce.weights.packed import METADATA, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked
-from lce.weights.safetensors_file import DTYPES, TensorInfo, allocate, few, fill, opened, pread, read_header
+from lce.weights.packed import METADATA, ROUNDED, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked
+from lce.weights.safetensors_file import DTYPES, Files, TensorInfo, allocate, few, fill, opened, pread, read_header
 
 CPU = torch.device("cpu")
 _SAMPLE = 4096  # The bytes of one sample in the fingerprint.
@@ -112,7 +112,7 @@ class Checkpoint:
     def schemes(self) -> Mapping[str, Scheme]:
         """The scheme of each matrix that is stored quantised, and stays so in memory on a CPU, by name."""
         if self.manifest:
-            return self.manifest.schemes
+            return {name: ROUNDED[scheme] for name, (scheme, _) in self.manifest.matrices.items()}
         matrices = {name: info.dtype for name, info in self.tensors.items() if len(info.shape) == 2}
         return {name: SCHEMES[kind] for name, kind in matrices.items() if kind in SCHEMES}
 
@@ -213,7 +213,7 @@ class Checkpoint:
             for target in own:
                 target.parts = {part: next(memory) for part in target.sizes}
 
-    def _quantise(self, targets: Sequence[_Target], files: Mapping[Path, int], dtype: torch.dtype | None) -> None:
+    def _quantise(self, targets: Sequence[_Target], files: Files, dtype: torch.dtype | None) -> None:
         """Read each matrix into one buffer, and quantise it from there."""
         (stage,) = allocate([((max(target.staged for target in targets),), torch.uint8)], CPU)
         for target in targets:
@@ -223,9 +223,7 @@ class Checkpoint:
             self._fill(target.split({"": weight}), files, dtype)
             target.scheme.matrix(target.shape, target.parts).pack(weight)
 
-    def _fill(
-        self, outs: Mapping[str, Mapping[str, Tensor]], files: Mapping[Path, int], dtype: torch.dtype | None
-    ) -> None:
+    def _fill(self, outs: Mapping[str, Mapping[str, Tensor]], files: Files, dtype: torch.dtype | None) -> None:
         as_stored, blocks = dict[str, Tensor](), []
         for name, parts in outs.items():
             info, order, columns = self.tensors.get(name), self.orders.get(name), self.columns.get(name)
@@ -250,10 +248,10 @@ class Checkpoint:
         return DTYPES[found]
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the weights, however sharded. The hash ties contexts and learned maps to the weights.
+        """Return a SHA-256 of the weights, however sharded. Contexts and learned maps belong to weights of one hash.
 
-        It covers every name, dtype and shape, and samples of every tensor's beginning, middle and end; `load` takes the
-        samples while it reads. Quantised weights have the fingerprint of their source, and checksums of all bytes.
+        The hash covers all names, dtypes and shapes, and samples of each tensor's beginning, middle and end. Weights
+        that lce quantised have the hash of their source.
         """
         return self.manifest.source if self.manifest else self._samples
 
@@ -275,7 +273,8 @@ class Checkpoint:
         """The shape of every tensor, by name. A quantised matrix counts as one tensor."""
         shapes = {name: info.shape for name, info in self.tensors.items()}
         shapes |= {name: (shapes[name][0], stop - first) for name, (first, stop) in self.columns.items()}
-        return self.manifest.joined(shapes) if self.manifest else shapes
+        matrices = {name: shape for name, (_, shape) in self.manifest.matrices.items()} if self.manifest else {}
+        return {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] not in matrices} | matrices
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         """Raise ModelError unless all of `wanted` are there, and all other tensors match a pattern in `ignore`."""
@@ -284,11 +283,9 @@ class Checkpoint:
         wrong = [name for name, shape in wanted.items() if published.get(name) != tuple(shape)]
         unread = [name for name, info in self.tensors.items() if name in wanted and info.dtype not in BY_NAME]
         if extra or wrong or unread:
-            raise self._refusal(wanted, extra, wrong, unread)
+            raise self._refusal(wanted, extra, wrong, sorted(unread))
 
-    def _refusal(
-        self, wanted: Mapping[str, tuple[int, ...]], extra: Sequence[str], wrong: Sequence[str], unread: Sequence[str]
-    ) -> ModelError:
+    def _refusal(self, wanted: Mapping[str, Any], extra: list[str], wrong: list[str], unread: list[str]) -> ModelError:
         published, remedy = self.shapes, "check that the config belongs to these weights"
         faults = {"missing": sorted({*wrong} - published.keys()), "unexpected": extra}
         if any(faults.values()):
@@ -298,6 +295,6 @@ class Checkpoint:
             shapes = f"{shown(wrong[0])} is {list(published[wrong[0]])}, expected {list(wanted[wrong[0]])}"
             fault = f"{len(wrong)} wrong shapes: {shapes}"
         else:
-            found = few([f"{name} ({self.tensors[name].dtype})" for name in sorted(unread)])
+            found = few([f"{name} ({self.tensors[name].dtype})" for name in unread])
             fault, remedy = f"expected weights in {', '.join(DTYPES)}, got {found}", "use an unquantized checkpoint"
         return ModelError(f"{named(self.folder)}: {fault}; {remedy}")

@@ -43,7 +43,6 @@ _NUMBERS = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "u1"))) | {
 _TYPED = {"general.alignment": _U32, "split.no": _U16, "split.count": _U16, "split.tensors.count": _I32}
 
 SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf\Z)")  # what the name of a shard has more than that of a whole file
-_SHARD_NAME = "{}-{:05d}-of-{:05d}.gguf"
 _OTHER = "download another quantisation of the model, such as Q4_K_M or Q8_0"
 
 
@@ -71,11 +70,9 @@ def read_gguf(path: Path) -> GgufFile:
         return file
     match = SHARD.search(path.name)
     if not match or int(match[1]) != count:
-        expected = f"a name that ends in {_SHARD_NAME.format('', file.metadata.get('split.no', 0) + 1, count)}"
+        expected = f"a name that ends in -{file.metadata.get('split.no', 0) + 1:05}-of-{count:05}.gguf"
         raise ModelError(f"{named(path)} is one of {count} shards; expected {expected}: give each shard its name back")
-    shards = [
-        path.with_name(_SHARD_NAME.format(path.name[: match.start()], number + 1, count)) for number in range(count)
-    ]
+    shards = [path.with_name(SHARD.sub(f"-{i:05}-of-{count:05}", path.name)) for i in range(1, count + 1)]
     if missing := [shard.name for shard in shards if not os.path.lexists(shard)]:
         raise ModelError(f"{named(path)}: {len(missing)} of {count} shards are missing ({few(missing)}); download them")
     first, tensors, stamps = file, dict[str, TensorInfo](), dict[Path, tuple[int, ...]]()

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from lce.sizes import size_text
 from lce.system import give_back_freed_memory
 from lce.weights.gguf_types import BY_NAME, Exploded
 from lce.weights.packed import ROW_BLOCK, Scheme
-from lce.weights.safetensors_file import Copies, TensorInfo, read_ahead, read_into, too_large, unfit
+from lce.weights.safetensors_file import Copies, Files, TensorInfo, read_ahead, read_into, too_large, unfit
 
 _READ = 1 << 20  # the bytes that are read at once, at least `ROW_BLOCK` rows
 _REPACKED = 1 << 17  # the weights that are repacked at once: what is made of them fits a core's cache
@@ -113,7 +112,7 @@ class Blocks:
         return [(self.parts[""][first:stop], torch.from_numpy(weights.reshape(self.parts[""][first:stop].shape)))]
 
 
-def fill_blocks(blocks: Iterable[Blocks], files: Mapping[Path, int]) -> None:
+def fill_blocks(blocks: Iterable[Blocks], files: Files) -> None:
     """Read tensors in the order of the files. Peak memory beside them: 30 MiB, four times as much if converted."""
     in_order = sorted(blocks, key=lambda each: (each.info.file, each.info.start))
     try:

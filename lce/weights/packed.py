@@ -88,19 +88,6 @@ class Manifest:
     files: Mapping[str, str]
     format: int = FORMAT
 
-    def joined(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of stored tensors with a matrix in the place of its parts."""
-        found = dict(shapes)
-        for name, (scheme, shape) in self.matrices.items():
-            for part in ROUNDED[scheme].parts(shape):
-                del found[f"{name}.{part}"]
-            found[name] = shape
-        return found
-
-    @property
-    def schemes(self) -> dict[str, Scheme]:
-        return {name: ROUNDED[scheme] for name, (scheme, _) in self.matrices.items()}
-
     def text(self) -> str:
         """Return the manifest as JSON, with a SHA-256 of the rest."""
         raw = asdict(self)

@@ -63,6 +63,7 @@ _TOO_LARGE = {
 }
 
 Copies = list[tuple[Tensor, Tensor]]  # pairs of a tensor to write and what to copy there
+Files = Mapping[Path, int]  # the descriptors of open files
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def stamp_of(descriptor: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def opened(stamps: Mapping[Path, tuple[int, ...]]) -> Iterator[dict[Path, int]]:
+def opened(stamps: Mapping[Path, tuple[int, ...]]) -> Iterator[Files]:
     """Open files. Raises ModelError if the stamp of one is not that of `stamps`, now or when the files are closed."""
 
     def check() -> None:
@@ -206,7 +207,7 @@ def allocate(sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.d
         raise CapacityError(f"no memory for {what}; free some, or use a smaller model") from None
 
 
-def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Mapping[Path, int]) -> None:
+def fill(outs: Mapping[str, Tensor], infos: Mapping[str, TensorInfo], files: Files) -> None:
     """Read stored tensors from open files into the tensors `outs` of the same names, in the order of the files.
 
     A tensor of `outs` must be contiguous; it may be a part of a larger one, of another dtype, on any device. Peak
