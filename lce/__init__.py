@@ -7,8 +7,6 @@
 `import lce` does not import torch: each public name is imported on first use.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path
@@ -61,9 +59,8 @@ if TYPE_CHECKING:
     from lce.progress import Progress as Progress
 
 # The module of each public name: this file's imports of names as themselves are the only list of them.
-_HOMES = {
-    name: home for home, name in re.findall(r"from (\S+) import (\w+) as \2\n", Path(__file__).read_text("utf-8"))
-}
+_NAMED = re.findall(r"from (\S+) import (\w+) as \2\n", Path(__file__).read_text("utf-8"))
+_HOMES = {name: home for home, name in _NAMED}
 
 wait_passively()  # torch may be imported next, by lce or by whoever imports lce
 

@@ -55,9 +55,7 @@ def cli() -> None:
 @options.model_option
 @chat_prompt_options
 @options.context_option
-@options.target_options(
-    "save", "Keep the text and the answer as a context, to continue with --context.", required=False
-)
+@options.target_options("save", "Keep text and answer as a context, to continue with --context.", required=False)
 @flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=options.COUNT, default=256)
 @options.method_or_context_options
 @options.sampling_options

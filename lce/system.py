@@ -3,8 +3,6 @@
 Importing this module does not import torch, because `wait_passively` must be called before torch is loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -39,7 +37,7 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTI
 _threaded: set[int] = set()  # the process ids of this process and its ancestors that have computed with several threads
 
 
-def free_memory(device: torch.device) -> int | None:
+def free_memory(device: "torch.device") -> int | None:
     """Return the bytes that can be allocated on a device, including PyTorch's unused reserve; None if unknown."""
     if device.type == "cuda":
         import torch
@@ -71,7 +69,7 @@ def disk_name(folder: Path) -> str:
         return f"disk of {folder.absolute()}"
 
 
-def memory_name(device: torch.device) -> str:
+def memory_name(device: "torch.device") -> str:
     """Return a name for the memory of a device. `cuda` gives the name of the current GPU."""
     if str(device) != "cuda":
         return str(device)

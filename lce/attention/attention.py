@@ -134,17 +134,15 @@ class Attention(ABC):
         counts = counts.scatter_add_(0, sorted_tiles, torch.ones_like(sorted_tiles))[:-1]
         self.grouped(queries, counts, order, k, v, into)
 
-    def grouped(
-        self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
-    ) -> None:
-        """Compute `dispatch` for rows sorted by tile, `order [A]`, of which tile e has `counts[e]`. Others come last.
+    def grouped(self, queries: SlotQueries, count: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
+        """Compute `dispatch` for rows sorted by tile, `order [A]`, of which tile e has `count[e]`. Others come last.
 
         Tiles with similar numbers of rows share a batched call, padded by a quarter at most, so that about a dozen
         calls suffice. Time: O(A · L · D). Memory: about `AT_ONCE` bytes of queries and keys.
         """
-        (out, lse), starts = into, counts.cumsum(0) - counts
-        step = 2 ** (torch.log2(counts.clamp(min=4).double()).floor().long() - 2)
-        load = -(-counts // step) * step  # rounded up to 1, 1.25, 1.5 or 1.75 times a power of two
+        (out, lse), starts = into, count.cumsum(0) - count
+        step = 2 ** (torch.log2(count.clamp(min=4).double()).floor().long() - 2)
+        load = -(-count // step) * step  # rounded up to 1, 1.25, 1.5 or 1.75 times a power of two
         for size in load.unique().tolist():
             if not size:
                 continue
@@ -152,7 +150,7 @@ class Attention(ABC):
             at_once = max(1, AT_ONCE // ((2 * k.shape[1] + 2 * size) * k.shape[2] * queries.q.element_size()))
             for some in (load == size).nonzero().squeeze(1).split(at_once):
                 # Padding repeats the last row of a tile; the result of that row is written several times.
-                rows = order[starts[some, None] + torch.minimum(columns, counts[some, None] - 1)].flatten()
+                rows = order[starts[some, None] + torch.minimum(columns, count[some, None] - 1)].flatten()
                 q = queries.take(rows).view(len(some), size, -1)
                 part = self.attend_tiles(q, k.index_select(0, some), v.index_select(0, some))
                 out.index_copy_(0, rows, part[0].flatten(0, 1))

@@ -209,15 +209,13 @@ def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     return torch.nonzero_static(above | (equal & (equal.cumsum(0) <= n - above.sum())), size=n).squeeze(1)
 
 
-def best_runs(
-    q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **options: Any
-) -> tuple[Tensor, Tensor] | None:
+def best_runs(q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **how: Any) -> tuple[Tensor, Tensor] | None:
     """Choose chunks by a GPU kernel, as runs: see `lce.kernels.cuda.choices.best_runs`. None: no kernel suits."""
     if not launching.runs_on(summaries) or summaries.shape[1] > launching.MOST_CHUNKS:
         return None
     from lce.kernels.cuda import choices as on_gpu
 
-    return on_gpu.best_runs(q, summaries, at, size, n, **options)
+    return on_gpu.best_runs(q, summaries, at, size, n, **how)
 
 
 def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,24 +69,22 @@ class Torch(Attention):
         lse = scores.logsumexp(-1, keepdim=True)
         return torch.bmm((scores - lse).exp_(), v.float()).to(q.dtype), lse.squeeze(-1)
 
-    def grouped(
-        self, queries: SlotQueries, counts: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended
-    ) -> None:
+    def grouped(self, queries: SlotQueries, count: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
         """Compute `grouped` on CUDA by the variable-length kernel, without waiting. Memory: three copies of q."""
         k, v = readable(queries.q, k, v)
         if not flash_takes(k):
-            super().grouped(queries, counts, order, k, v, into)
+            super().grouped(queries, count, order, k, v, into)
             return
         n_rows, (n_tiles, size, _) = len(order), k.shape
         if not n_rows:
             return
         n_busy = min(n_tiles, n_rows)
         if n_busy < n_tiles:  # the tiles that have rows, ascending, then `n_tiles` as padding
-            tiles = torch.nonzero_static(counts, size=n_busy, fill_value=n_tiles).squeeze(1)
-            counts = torch.nn.functional.pad(counts, (0, 1)).index_select(0, tiles)
+            tiles = torch.nonzero_static(count, size=n_busy, fill_value=n_tiles).squeeze(1)
+            count = torch.nn.functional.pad(count, (0, 1)).index_select(0, tiles)
         else:
             tiles = torch.arange(n_tiles, device=k.device)
-        ends = counts.cumsum(0).to(torch.int32)
+        ends = count.cumsum(0).to(torch.int32)
         bounds = torch.nn.functional.pad(ends, (1, 0))
         first_keys = torch.nn.functional.pad(tiles, (0, 1), value=n_tiles).mul_(size).to(torch.int32)
         sizes = torch.full_like(ends, size)

@@ -5,8 +5,6 @@ of transformers 5 have `rope_parameters` and `dtype`. An optional key that is mi
 the family. A missing size is a ModelError, and so is every value that lce cannot run. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,16 +24,14 @@ _SCALING_NUMBERS = {  # keys of the numbers that only one kind of RoPE scaling h
 # Keys of some families' configs that change what a model computes, each with the values that change nothing. A model
 # with any other value is refused, unless its family implements the key.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), (0,)),
-    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
-    "rope_local_base_freq": (),
-    **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier"), (1,)),
-    **dict.fromkeys(("residual_multiplier", "scale_emb"), (1,)),
-    **dict.fromkeys(("attention_multiplier", "scale_depth", "attention_chunk_size", "sliding_window_pattern"), ()),
+    **dict.fromkeys("num_local_experts num_experts n_routed_experts moe_num_experts use_qk_norm qk_norm".split(), (0,)),
+    **dict.fromkeys("no_rope_layer_interval attn_temperature_tuning attn_output_gate norms_plus_one".split(), (0,)),
+    **dict.fromkeys("alibi parallel_attn use_parallel_residual use_mrope use_bidirectional_attention".split(), (0,)),
+    **dict.fromkeys("final_logit_softcapping attn_logit_softcapping query_pre_attn_scalar clip_qkv".split(), ()),
+    **dict.fromkeys("rope_local_base_freq attention_multiplier scale_depth attention_chunk_size".split(), ()),
+    "sliding_window_pattern": (),
+    **dict.fromkeys("logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb".split(), (1,)),
     **dict.fromkeys(("no_rope_layers", "cross_attention_layers"), ([],)),
-    **dict.fromkeys(("no_rope_layer_interval", "attn_temperature_tuning", "use_qk_norm", "qk_norm"), (0,)),
-    **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual", "attn_output_gate", "use_mrope"), (0,)),
-    **dict.fromkeys(("use_bidirectional_attention", "norms_plus_one"), (0,)),
 }
 # The least and the largest value of each number in config.json. No published model comes near these limits: a value
 # beyond them means that the file is damaged or hostile.
@@ -126,7 +122,7 @@ class Fields:
             raise self.refusal(key, f"{n} numbers from {low:g} to {high:g}")
         return tuple(map(float, found))
 
-    def section(self, key: str, part: str | None = None) -> Fields:
+    def section(self, key: str, part: str | None = None) -> "Fields":
         """Return the JSON object under `key`, which must contain no other object; an empty one for a missing key.
 
         With `part`, the value under `key` has objects by layer type, and the object of that type is returned.
@@ -241,7 +237,7 @@ class ModelConfig:
     @classmethod
     def read(
         cls, fields: Fields, generation: Fields, architecture: str, rope: Callable[[Fields, int], RopeConfig]
-    ) -> ModelConfig:
+    ) -> "ModelConfig":
         """Read what all families share, with the family's defaults; `rope` reads RoPE, for a head dimension."""
         n_heads, n_kv_heads, head_dim = _heads(fields)
         vocab_size = fields.integer("vocab_size")

@@ -9,8 +9,6 @@ weight to its name in published checkpoints and to its shape, in words to which 
     "q": ("self_attn.q_proj.weight", "query hidden")        the query heads' rows, [H * D, hidden]
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

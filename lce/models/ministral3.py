@@ -1,7 +1,5 @@
 """Ministral 3 (Mistral AI, 2025): Mistral's architecture with YaRN, and queries that grow with their index."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

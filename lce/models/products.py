@@ -4,8 +4,6 @@ Each function calls one of lce's kernels if it can take the tensors, else PyTorc
 package depends on kernels or devices.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +35,7 @@ _thread = threading.local()  # `memory`: this thread's scratch memory for unpack
 @timed("products")
 def linear(
     x: Tensor,
-    weight: Matrix | SummedMatrix | VocabularyPart,
+    weight: "Matrix | SummedMatrix | VocabularyPart",
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -132,7 +130,7 @@ def _computed(x: Tensor, weight: Matrix, norm: Tensor | None) -> torch.dtype | N
     return panels.arithmetic(_stored_dtype(x, weight, norm))
 
 
-def rows_of(weight: Tensor | PackedMatrix | VocabularyPart, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def rows_of(weight: "Tensor | PackedMatrix | VocabularyPart", ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows `ids [T]` of the embedding, `[T, in]`; on a CPU in float32: a layer's sums are not rounded."""
     dtype = torch.float32 if ids.is_cpu else dtype
     return F.embedding(ids, weight).to(dtype) if isinstance(weight, Tensor) else weight.rows(ids, dtype)

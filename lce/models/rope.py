@@ -4,8 +4,6 @@ Angles are computed in float64, because at position 1,000,000 a float32 angle ha
 their cosines and sines are cast to the model's dtype.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -35,7 +33,7 @@ class Rope:
         # Copies of `inv_freq` on other devices. Each is made once, because a copy waits for the device.
         self._uploaded: dict[torch.device, Tensor] = {}
 
-    def of(self, kind: LayerKind) -> Rope:
+    def of(self, kind: LayerKind) -> "Rope":
         """Return the RoPE of layers of this kind, made once: this RoPE, unless the kind has another or none."""
         own = kind.rope if kind.rotated else NO_ROTATION
         if own is None:
