@@ -86,6 +86,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting)
     return out
 
 
+UNSEEN = 1 << 40  # the distance of a token that is not attended
+
+
 class Text:
     """The vectors of a whole text and their setting: H query heads over G KV heads, `rep` to one; queries i, keys j."""
 
@@ -326,13 +329,9 @@ def draw(seed: int, h: int, i: int, c: int) -> int:
 
 def tables_of(n_heads: int, n: int, seen: Callable[[int, int], dict[int, int]]) -> Tables:
     """Make tables of the tokens that each query of each head sees, with the distance of each."""
-    mask, distance = torch.zeros(n_heads, n, n, dtype=torch.bool), torch.zeros(n_heads, n, n, dtype=torch.int64)
-    for h in range(n_heads):
-        for i in range(n):
-            row = seen(h, i)
-            mask[h, i, [*row]] = True
-            distance[h, i, [*row]] = torch.tensor([*row.values()])
-    return Tables(mask, distance)
+    rows = [[[row.get(j, UNSEEN) for j in range(n)] for row in map(seen, [h] * n, range(n))] for h in range(n_heads)]
+    distance = torch.tensor(rows)
+    return Tables(distance != UNSEEN, distance.where(distance != UNSEEN, 0))
 
 
 def placed(
@@ -343,17 +342,15 @@ def placed(
     """
 
     def seen(h: int, i: int) -> dict[int, int]:
-        row = [*choose(h, i), i // size]
-        at = (len(row) - 1) * size + i % size
-        return {
-            chunk * size + offset: {
-                "side_by_side": at - slot * size - offset,
-                "true": i - chunk * size - offset,
-                "constant": i % size - offset if chunk == i // size else size,
-            }[placement]
-            for slot, chunk in enumerate(row)
-            for offset in range(size if chunk < i // size else i % size + 1)
-        }
+        own, row, found = i // size, choose(h, i), {}
+        for slot, chunk in enumerate([*row, own]):
+            to_first = {"side_by_side": (len(row) - slot) * size + i % size, "true": i - chunk * size}.get(placement)
+            for offset in range(size if chunk < own else i % size + 1):
+                if placement == "constant":
+                    found[chunk * size + offset] = size if chunk < own else i % size - offset
+                else:
+                    found[chunk * size + offset] = to_first - offset
+        return found
 
     return tables_of(n_heads, n, seen)
 
@@ -489,9 +486,9 @@ def page_tables(
         row = choose(h, i)
         found = {j: i - j for j in range(max(0, i // page - near) * page, i + 1)}
         for slot, c in enumerate(row):
-            for j in range(c * page, (c + 1) * page):
-                in_row = (len(row) - slot) * page + i % page - j % page
-                found[j] = in_row if placement == "side_by_side" else seen_from(i, j) - key_at(j)
+            side_by_side = (len(row) - slot) * page + i % page
+            at = side_by_side if placement == "side_by_side" else seen_from(i, c * page)  # of all keys of a page
+            found |= {j: at - key_at(j) for j in range(c * page, (c + 1) * page)}
         return found
 
     return tables_of(n_heads, n, seen)
@@ -513,15 +510,15 @@ def reattention(
     last = -(-(local or text.window // 2) // span) - 1
     top_k = top_k or text.window // span - first - last - 1
     logits = [text.q[h].double() @ text.keys(h).double().T for h in range(text.n_heads)]
+    best = torch.stack(logits)[..., : text.n // span * span].unflatten(2, (-1, span)).amax(3)  # [H, N, M]
     heads = {"head": 1, "group": text.rep, "layer": text.n_heads}[share]
 
     def choose(h: int, i: int) -> list[int]:
-        end, together = i // span, range(h // heads * heads, h // heads * heads + heads)
-        best = [sum(float(logits[each][i, c * span : (c + 1) * span].max()) for each in together) for c in range(end)]
+        end, together = i // span, slice(h // heads * heads, h // heads * heads + heads)
+        total = best[together, i, :end].sum(0)
         fixed = [c for c in range(end) if c < first or c >= end - last]
-        return choice(
-            best, fixed, first + top_k + last, top_p, [math.exp(x / heads / math.sqrt(text.dim)) for x in best]
-        )
+        weights = (total / heads / math.sqrt(text.dim)).exp().tolist()
+        return choice(total.tolist(), fixed, first + top_k + last, top_p, weights)
 
     return placed(text.n_heads, text.n, span, choose, "side_by_side")
 

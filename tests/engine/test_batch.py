@@ -400,6 +400,7 @@ ERRORS = [KeyError("mine"), SystemExit(3), KeyboardInterrupt(), asyncio.Cancelle
 
 @pytest.mark.parametrize("error", [*ERRORS, StopIteration()], ids=repr)
 @pytest.mark.parametrize("where", ["progress", "stop", "constraint"])
+@pytest.mark.covering
 def test_a_callback_that_raises_ends_its_request_alone(error: BaseException, where: str, batch: Batch) -> None:
     other = batch.stream(tokens(40), max_tokens=50)
     how: dict[str, Any] = {
@@ -591,7 +592,7 @@ def test_memory_stays_level(full: lce.Engine) -> None:
     with full.batch() as batch:
 
         def ask(first: int) -> None:
-            for seed in range(first, first + 100, 5):
+            for seed in range(first, first + 50, 5):
                 streams = [batch.stream(tokens(60, seed=seed + i), max_tokens=3) for i in range(5)]
                 for stream in streams:
                     finish(stream)

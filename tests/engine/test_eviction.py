@@ -171,10 +171,10 @@ def test_saving_and_going_on_equals_never_having_stopped(
 ) -> None:
     straight = load(tiny_model, kv_dtype=kv_dtype)
     least = {"kv_host_budget": Limits(straight.setup.layout).least_budget, "spill_dir": tmp_path} if budget else {}
-    engine, document, path = load(tiny_model, kv_dtype=kv_dtype, **least), tokens(900), tmp_path / "a.lce"
+    engine, document, path = load(tiny_model, kv_dtype=kv_dtype, **least), tokens(600), tmp_path / "a.lce"
     truth, context = straight.evict(straight.prefill(document), 0.6), engine.evict(engine.prefill(document), 0.6)
-    assert truth.cache.length == context.cache.length == 540
-    assert go_on((straight, truth), (engine, context), path).cache.evicted == Eviction(900, 540)
+    assert truth.cache.length == context.cache.length == 360
+    assert go_on((straight, truth), (engine, context), path).cache.evicted == Eviction(600, 360)
     assert manifest_of(path)["format"] == EVICTED
 
 

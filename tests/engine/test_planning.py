@@ -66,6 +66,7 @@ def test_every_method_is_planned() -> None:
 
 @pytest.mark.parametrize("n", [40, 700])
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+@pytest.mark.covering
 def test_a_plan_promises_what_is_held_in_memory(name: str, knobs: dict[str, Any], n: int, tiny_model: Path) -> None:
     method = method_of(name, knobs)
     cache = lce.load(tiny_model, method).prefill(tokens(n)).cache
@@ -101,6 +102,7 @@ def test_a_plan_promises_what_is_held_below(
 
 @pytest.mark.parametrize("options", [{}, {"kv_host_budget": 200_000}, {"kv_host_budget": 200_000, "spill_dir": "/"}])
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
+@pytest.mark.covering
 def test_one_token_more_than_the_longest_does_not_fit(
     name: str, knobs: dict[str, Any], options: dict[str, Any], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

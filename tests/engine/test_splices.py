@@ -27,6 +27,7 @@ EVERY = [  # without `reattention`, which reads all keys for each choice and so 
     for i, name in enumerate(SERVING)
     if name != "reattention"
 ]
+EVERY_DAY = ("full", "longheads", "infllm", "esa", "self_extend", "delta")  # each keeps something else, or nothing
 SPLICED = pytest.mark.parametrize(("name", "kv_dtype"), [*CASES, MORE, *EVERY])
 
 
@@ -175,7 +176,7 @@ def other_bytes(patch: pytest.MonkeyPatch) -> None:
 FAULTS = [an_unknown_tensor, a_wrong_shape, a_state_that_is_not_restored, other_bytes]
 
 
-@pytest.mark.parametrize("name", SERVING)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in EVERY_DAY)) for x in SERVING])
 def test_a_file_that_does_not_open_replaces_no_other(name: str, tiny_model: Path, tmp_path: Path) -> None:
     engine, path = load(tiny_model, name), tmp_path / "c.lce"
     context = engine.prefill(tokens(N))

@@ -72,7 +72,7 @@ ENDS: dict[str, Callable[[lce.Stream], Any]] = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_stream_ends_within_a_block_of_its_prefill(engine: lce.Engine, end: str) -> None:
-    for block in range(1, 6):
+    for block in (1, 3, 5):
         context, ender = engine.prefill(tokens(40)), Ender(block, ENDS[end])
         stream = ender.stream = engine.stream(PROMPT, max_tokens=5, context=context, progress=ender)
         assert list(stream) == []
@@ -83,7 +83,7 @@ def test_a_stream_ends_within_a_block_of_its_prefill(engine: lce.Engine, end: st
 
 
 def test_any_thread_may_close_at_any_time(engine: lce.Engine) -> None:
-    for wait_ms in range(0, 24, 2):
+    for wait_ms in range(0, 24, 4):
         context = engine.prefill(tokens(40))
         stream = engine.stream(PROMPT, max_tokens=1000, context=context)
         reader = begun(lambda stream=stream: list(stream))  # type: ignore[misc]
