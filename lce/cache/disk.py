@@ -1,18 +1,24 @@
 """The disk tier of a KV cache. Pages are rows of a spill file, which is temporary, or of a saved context's file."""
 
+import os
+import tempfile
 from copy import deepcopy
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lce.cache.formats import Parts
+from lce.cache.formats import KVFormat, Parts
 from lce.cache.layout import DISK, CacheLayout
 from lce.cache.limits import Limits
 from lce.cache.movers import Numbers
-from lce.cache.row_file import RowFile, SpillFile
+from lce.cache.row_file import Checks, Descriptor, RowFile
 from lce.cache.tier import UNBOUNDED, Pages, Tier
+from lce.files import named, unwritable
+
+GROWTH = 64 << 20  # the fewest bytes by which a spill file grows; it grows by half of its size if that is more
 
 
 class Disk(Tier):
@@ -83,3 +89,43 @@ class Disk(Tier):
         other = Disk(self.layout, self.below.fork(), file)
         other.index = deepcopy(self.index)
         return other if file is self.file or not self.limit(self.layout) else Disk.build(self.layout, other)
+
+
+class SpillFile(RowFile):
+    """A temporary row file without a name. The system removes it when it is closed, however the process ends."""
+
+    def __init__(self, folder: Path, format: KVFormat) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder, prefix="lce-spill-") as file:
+                descriptor = Descriptor(os.dup(file.fileno()))
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        super().__init__(descriptor, f"the spill file in {named(folder)}", format, Checks())
+        self._lock = Lock()  # several contexts may share the file
+
+    def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
+        """Allocate disk space for pages after the last row, and some more for later pages."""
+        with self._lock:
+            first = self.n_rows + np.arange(len(groups)) * size
+            wanted = (self.n_rows + len(groups) * size) * self.row_bytes
+            if wanted > self.reserved:
+                self._take(wanted, max(wanted, self.reserved * 3 // 2, self.reserved + GROWTH))
+            self.n_rows += len(groups) * size
+        return first
+
+    def reserve(self, n: int) -> None:
+        """Allocate disk space for `n` rows, and memory for their checksums, so that later writes do not fail."""
+        self.checks.reserve(n)
+        if (n_bytes := n * self.row_bytes) > self.reserved:
+            self._take(n_bytes, n_bytes)
+
+    def _take(self, least: int, best: int) -> None:
+        for size in (best, least):
+            try:
+                os.posix_fallocate(self._descriptor, 0, size)
+                self.reserved = max(self.reserved, size)
+                return
+            except OSError as error:
+                failure = error
+        raise unwritable(self.name, failure) from failure

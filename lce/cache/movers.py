@@ -5,6 +5,7 @@ counts slots. All slabs except the last have the same number of slots.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from lce.system import lasting_executor, usable_cores
 Numbers = NDArray[np.int64]
 Slabs = Sequence[Parts]
 GATHERERS = min(8, usable_cores())  # threads that gather pages: one thread is slower than a GPU's bus
+FETCHER = "lce-fetch"  # the name of the thread that does the work of a `Fetch`
 PIECE = 4 << 20  # the least bytes that a thread gathers
 Unpack = Callable[[Parts], Parts]  # converts packed pages to the tensors that slots hold
 
@@ -150,6 +152,35 @@ class Pinned(Streamed):
         cuts = [slice(a, b) for a, b in pairwise(len(slots) * i // n_threads for i in range(n_threads + 1))]
         threads = lasting_executor(GATHERERS, "lce-gather")
         list(threads.map(lambda cut: gather(slabs, slots[cut], tuple(page[cut] for page in pages)), cuts))
+
+
+class Fetch:
+    """Work for another thread, or for a caller who needs it first. If interrupted, the caller calls `finish` again."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._future: Future[None] = Future()
+
+    def begin(self) -> None:
+        """Hand the work to the process' one fetching thread."""
+        lasting_executor(1, FETCHER).submit(self._by_the_thread)
+
+    def _by_the_thread(self) -> None:
+        if self._future.set_running_or_notify_cancel():
+            try:
+                self._future.set_result(self._work())
+            except BaseException as error:
+                self._future.set_exception(error)
+
+    def finish(self) -> BaseException | None:
+        """Wait until the thread has done the work, or do it here. Return the error that it raised. May be repeated."""
+        if not self._future.cancel():  # the thread has begun the work
+            return self._future.exception()
+        try:
+            self._work()
+        except Exception as error:
+            return error
+        return None
 
 
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:

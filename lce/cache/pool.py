@@ -4,8 +4,7 @@ Another thread gathers pages for the device from host memory, or reads them from
 process has one such thread, which the first `Fetch` starts; a `Pinned` mover divides its copies among more threads.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,17 +15,15 @@ from torch import Tensor
 from lce.cache.formats import Parts
 from lce.cache.layout import HOST, CacheLayout
 from lce.cache.limits import Limits
-from lce.cache.movers import Cuda, Mover, Numbers, Pinned
+from lce.cache.movers import Cuda, Fetch, Mover, Numbers, Pinned
 from lce.cache.shared import own_memory
 from lce.cache.tier import UNBOUNDED, Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError
 from lce.profiling import timed
-from lce.system import lasting_executor
 
 AT_ONCE = 64 << 20  # the most bytes of pages that are read from or written to a lower tier at a time
 SLAB = 256 << 20  # the bytes of a slab of the host's pool: a power of two, as page-locked memory is allocated
 NEVER = np.iinfo(np.int64).max  # larger than the last use of any slot: for slots that must not be filled
-FETCHER = "lce-fetch"  # the name of the thread that does the work of a `Fetch`
 QUEUED = 1024  # a queue of slots to fill has at least so many slots, or all that may be filled
 
 
@@ -101,7 +98,7 @@ class Pool(Tier):
             self.arrived(pages.at(missing), slots[missing])
         return slots
 
-    def fetch(self, pages: Pages) -> tuple["Fetch", Pages, Numbers] | None:
+    def fetch(self, pages: Pages) -> tuple[Fetch, Pages, Numbers] | None:
         """Return a `Fetch` of the missing pages, these pages, and their slots, for `arrived`; None if all are here."""
         _, absent = self._request(pages, counted=False)
         if not len(absent):
@@ -380,32 +377,3 @@ def slab_slots(layout: CacheLayout) -> int:
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least `n`; `n` is 1 or more."""
     return 1 << (n - 1).bit_length()
-
-
-class Fetch:
-    """Work for another thread, or for a caller who needs it first. If interrupted, the caller calls `finish` again."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._future: Future[None] = Future()
-
-    def begin(self) -> None:
-        """Hand the work to the process' one fetching thread."""
-        lasting_executor(1, FETCHER).submit(self._by_the_thread)
-
-    def _by_the_thread(self) -> None:
-        if self._future.set_running_or_notify_cancel():
-            try:
-                self._future.set_result(self._work())
-            except BaseException as error:
-                self._future.set_exception(error)
-
-    def finish(self) -> BaseException | None:
-        """Wait until the thread has done the work, or do it here. Return the error that it raised. May be repeated."""
-        if not self._future.cancel():  # the thread has begun the work
-            return self._future.exception()
-        try:
-            self._work()
-        except Exception as error:
-            return error
-        return None

@@ -10,13 +10,10 @@ another file is refused. The checksums of a spill file are in memory, those of a
 
 import errno
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
-from threading import Lock
 
 import numpy as np
 import torch
@@ -26,7 +23,7 @@ from torch import Tensor
 from lce.cache.formats import KVFormat
 from lce.cache.movers import Numbers, runs
 from lce.errors import CapacityError, DataError
-from lce.files import named, unwritable
+from lce.files import unwritable
 from lce.system import lasting_executor
 
 CHECK_BYTES = 4  # the bytes of one row's checksum
@@ -37,7 +34,6 @@ PER_CALL = 1 << 20  # the most bytes that one system call reads
 GAP = 4096  # the most unneeded bytes that are read to save a system call
 AT_ONCE = 4096  # the most single rows that are read together
 FULL = "the cache of keys and values is full; give --spill-dir, or a larger budget"
-GROWTH = 64 << 20  # the fewest bytes by which a spill file grows; it grows by half of its size if that is more
 
 
 class Descriptor(int):
@@ -228,46 +224,6 @@ class RowFile:
             os.fsync(self._descriptor)
         except OSError as error:
             raise unwritable(self.name, error) from error
-
-
-class SpillFile(RowFile):
-    """A temporary row file without a name. The system removes it when it is closed, however the process ends."""
-
-    def __init__(self, folder: Path, format: KVFormat) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder, prefix="lce-spill-") as file:
-                descriptor = Descriptor(os.dup(file.fileno()))
-        except OSError as error:
-            raise unwritable(folder, error) from error
-        super().__init__(descriptor, f"the spill file in {named(folder)}", format, Checks())
-        self._lock = Lock()  # several contexts may share the file
-
-    def allocate_pages(self, groups: Numbers, chunks: Numbers, size: int) -> Numbers:
-        """Allocate disk space for pages after the last row, and some more for later pages."""
-        with self._lock:
-            first = self.n_rows + np.arange(len(groups)) * size
-            wanted = (self.n_rows + len(groups) * size) * self.row_bytes
-            if wanted > self.reserved:
-                self._take(wanted, max(wanted, self.reserved * 3 // 2, self.reserved + GROWTH))
-            self.n_rows += len(groups) * size
-        return first
-
-    def reserve(self, n: int) -> None:
-        """Allocate disk space for `n` rows, and memory for their checksums, so that later writes do not fail."""
-        self.checks.reserve(n)
-        if (n_bytes := n * self.row_bytes) > self.reserved:
-            self._take(n_bytes, n_bytes)
-
-    def _take(self, least: int, best: int) -> None:
-        for size in (best, least):
-            try:
-                os.posix_fallocate(self._descriptor, 0, size)
-                self.reserved = max(self.reserved, size)
-                return
-            except OSError as error:
-                failure = error
-        raise unwritable(self.name, failure) from failure
 
 
 def raw_bytes(x: Tensor) -> memoryview:

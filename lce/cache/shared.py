@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -101,21 +102,24 @@ def _free(file: Descriptor, start: int, n_bytes: int) -> None:
 ForFork = Callable[[MemoryFile], MemoryFile]  # `MemoryFile.for_fork`, called only once per file and fork
 
 
+@dataclass(eq=False)
 class RowBuffer:
     """A buffer of `capacity` rows along `axis` of `tensor`, in the buffer's own memory or in memory shared with forks.
 
     `prepare` must be called before rows are written. `place` is the tensor's address and its number of bytes.
     """
 
-    def __init__(self, tensor: Tensor, axis: int) -> None:
-        self.axis = axis
-        self._use(tensor)
-        # The file that has the rows, and their first byte; None if the rows are in the buffer's own memory.
-        self._shared: tuple[MemoryFile, int] | None = None
-        self._private = False  # whether writes go to a private mapping
-        self._frozen = 0  # forks see this many first rows of the file
-        self._clean = 0  # this many first rows are the same in `tensor` and in the file
-        self._stop = 0  # the index of the first row that was never written
+    tensor: Tensor
+    axis: int
+    # The part that has the rows, and their first byte; None if the rows are in the buffer's own memory.
+    _shared: tuple[MemoryFile, int] | None = None
+    _private: bool = False  # whether writes go to a private mapping
+    _clean: int = 0  # this many first rows are the same in `tensor` and in the file
+    _stop: int = 0  # the index of the first row that was never written
+    _frozen: int = 0  # forks see this many first rows of the file
+
+    def __post_init__(self) -> None:
+        self._use(self.tensor)
 
     def _use(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -155,11 +159,9 @@ class RowBuffer:
             rows = self.tensor.narrow(self.axis, 0, n_rows)
             return RowBuffer(own_memory(rows.shape, rows.dtype, rows.device).copy_(rows), self.axis)
         file, start = for_fork(self._shared[0]), self._shared[1]
-        other = RowBuffer(file.tensor(start, self.tensor.shape, self.tensor.dtype, private=True), self.axis)
-        other._shared, other._private = (file, start), True
-        other._clean = other._stop = n_rows
         self._frozen = max(self._frozen, n_rows)
-        return other
+        tensor = file.tensor(start, self.tensor.shape, self.tensor.dtype, private=True)
+        return RowBuffer(tensor, self.axis, (file, start), True, n_rows, n_rows)
 
 
 _living: WeakSet[RowBuffer] = WeakSet()

@@ -25,8 +25,8 @@ from lce.attention import Tiles
 from lce.cache.disk import Disk
 from lce.cache.layout import CacheLayout
 from lce.cache.limits import Limits
-from lce.cache.movers import Numbers
-from lce.cache.pool import Device, Fetch, Pool
+from lce.cache.movers import Fetch, Numbers
+from lce.cache.pool import Device, Pool
 from lce.cache.row_file import RowFile
 from lce.cache.tier import Nowhere, Pages, Tier, slices
 from lce.errors import CapacityError, LceError

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache import row_file
+from lce.cache import disk, row_file
+from lce.cache.disk import SpillFile
 from lce.cache.formats import KVFormat
-from lce.cache.row_file import Checks, RowFile, SpillFile, fingerprints
+from lce.cache.row_file import Checks, RowFile, fingerprints
 from lce.errors import CapacityError, DataError
 from tests.command import output, start
 
@@ -55,8 +56,9 @@ def everything(file: RowFile) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"GROWTH": 100, "PER_CALL": 200, "GAP": 100, "AT_ONCE": 25, "CHECK_BLOCK": 8}.items():
+    for name, value in {"PER_CALL": 200, "GAP": 100, "AT_ONCE": 25, "CHECK_BLOCK": 8}.items():
         monkeypatch.setattr(row_file, name, value)
+    monkeypatch.setattr(disk, "GROWTH", 100)
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
@@ -114,7 +116,7 @@ def test_contexts_share_a_file_from_several_threads(tmp_path: Path) -> None:
 WRITTEN = """import numpy, os, sys, time, torch
 from pathlib import Path
 from lce.cache.formats import KVFormat
-from lce.cache.row_file import SpillFile
+from lce.cache.disk import SpillFile
 file = SpillFile(Path(sys.argv[1]), KVFormat(1, 1, 4, torch.float32))
 zero = numpy.zeros(1, int)
 file.write_pages(file.allocate_pages(zero, zero, 1000), torch.ones(1, 1000, 2, 1, 4))
@@ -135,7 +137,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, what: str, monkeypatch: py
     (tmp_path / "file").touch()
     folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "spill"}.get(what, tmp_path / "spill")
     if what == "read-only":
-        monkeypatch.setattr(row_file.tempfile, "TemporaryFile", failing(errno.EROFS))
+        monkeypatch.setattr(disk.tempfile, "TemporaryFile", failing(errno.EROFS))
     with pytest.raises(CapacityError, match=f"^cannot write {folder}: .*; free some space or name another place$"):
         SpillFile(folder, format_of())
 
@@ -243,7 +245,7 @@ def test_pages_are_read_in_a_process_that_was_forked(tmp_path: Path) -> None:
 
 
 def test_without_space_to_spare_what_is_needed_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_file, "GROWTH", 64 << 20)
+    monkeypatch.setattr(disk, "GROWTH", 64 << 20)
     file, original = SpillFile(tmp_path, format_of()), os.posix_fallocate
 
     def small_disk(descriptor: int, offset: int, size: int) -> None:

@@ -19,13 +19,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.cache.disk import Disk
+from lce.cache.disk import Disk, SpillFile
 from lce.cache.kv import KVCache
 from lce.cache.layout import AccessPattern, Budgets, CacheLayout
 from lce.cache.limits import Limits
-from lce.cache.movers import Numbers
-from lce.cache.pool import Fetch, Pool, power_of_two
-from lce.cache.row_file import RowFile, SpillFile
+from lce.cache.movers import Fetch, Numbers
+from lce.cache.pool import Pool, power_of_two
+from lce.cache.row_file import RowFile
 from lce.cache.tier import UNBOUNDED, Nowhere, PageIndex, Pages, Tier, Traffic
 from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, DataError
@@ -509,7 +509,7 @@ CALLS = {"pwrite": errno.EIO, "posix_fallocate": errno.ENOSPC}
 @pytest.mark.parametrize("call", CALLS)
 def test_a_cache_survives_any_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """With the smallest budget: a pass that is refused leaves the cache as it was, and goes well the next time."""
-    monkeypatch.setattr("lce.cache.row_file.GROWTH", 0)
+    monkeypatch.setattr("lce.cache.disk.GROWTH", 0)
     refusals = Refusals(call, CALLS[call])
     monkeypatch.setattr(os, call, refusals)
     layout = replace(layout_of(), access=AccessPattern(SIZE, sinks=5, local=3, per_head=True), block=6)
