@@ -30,8 +30,8 @@ from lce.engine.running import append, blocks, read
 from lce.engine.setup import Setup
 from lce.errors import UsageError
 from lce.methods.full import Full
-from lce.methods.observed import Observation, Observed
 from lce.methods.step import Step
+from lce.methods.wrapped import Observation, Observed
 from lce.progress import Progress, reported
 from lce.tokenizer.tokenizer import Tokenizer
 

@@ -15,10 +15,10 @@ from lce.cache.manifest import REMEDY
 from lce.errors import DataError, shown
 from lce.files import named
 from lce.methods.base import Method
-from lce.methods.handover import BETWEEN, PREFILL, Handover
 from lce.methods.knobs import settings, spelled
 from lce.methods.lowdim import LowDimMaps
 from lce.methods.registry import renewed, user_file
+from lce.methods.wrapped import BETWEEN, PREFILL, Handover
 from lce.models.config import RopeConfig
 
 _MOST_SHOWN = 6  # the most differing knobs that one error message lists

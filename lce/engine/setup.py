@@ -20,9 +20,9 @@ from lce.engine.saving import ContextFiles
 from lce.errors import LceError, UsageError, WindowWarning, shown
 from lce.methods import registry
 from lce.methods.base import Method
-from lce.methods.observed import Observed, Observer
 from lce.methods.run import Driver
 from lce.methods.step import ModelFacts
+from lce.methods.wrapped import Observed, Observer
 from lce.models.config import ModelConfig, RopeConfig
 from lce.models.layers import Model
 from lce.models.ranks import ALONE, Division, Ranks

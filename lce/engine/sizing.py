@@ -21,10 +21,10 @@ from lce.engine.setup import Planned
 from lce.errors import UsageError, nearest, shown
 from lce.methods.auto import automatic
 from lce.methods.base import Method
-from lce.methods.handover import Handover
 from lce.methods.registry import AUTO, as_method
 from lce.methods.run import access_of
 from lce.methods.step import ModelFacts
+from lce.methods.wrapped import Handover
 from lce.models.config import LongRope, ModelConfig, RopeConfig
 from lce.models.layers import model_class, read_config
 from lce.models.ranks import ALONE, Ranks

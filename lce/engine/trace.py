@@ -11,8 +11,8 @@ from lce.engine.context import new_context
 from lce.engine.running import append, blocks, prompt_ids
 from lce.engine.setup import Setup
 from lce.errors import UsageError, shown
-from lce.methods.observed import Observation, Observed
 from lce.methods.step import Step
+from lce.methods.wrapped import Observation, Observed
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,12 @@ from lce.methods.dca import DualChunk as DualChunk
 from lce.methods.delta import Delta as Delta
 from lce.methods.esa import ESA as ESA
 from lce.methods.full import Full as Full
-from lce.methods.handover import Handover as Handover
 from lce.methods.infllm import InfLLM as InfLLM
 from lce.methods.knobs import knob_values as knob_values
 from lce.methods.knobs import knobs_of as knobs_of
 from lce.methods.knobs import settings as settings
 from lce.methods.lm_infinite import LMInfinite as LMInfinite
 from lce.methods.longheads import LongHeads as LongHeads
-from lce.methods.observed import Observation as Observation
-from lce.methods.observed import Observed as Observed
-from lce.methods.observed import Wrapped as Wrapped
 from lce.methods.pages import Pages as Pages
 from lce.methods.parts import CHOSEN as CHOSEN
 from lce.methods.parts import LayerFacts as LayerFacts
@@ -55,6 +51,10 @@ from lce.methods.selective import SelectiveMethod as SelectiveMethod
 from lce.methods.self_extend import SelfExtend as SelfExtend
 from lce.methods.step import Step as Step
 from lce.methods.streaming import Streaming as Streaming
+from lce.methods.wrapped import Handover as Handover
+from lce.methods.wrapped import Observation as Observation
+from lce.methods.wrapped import Observed as Observed
+from lce.methods.wrapped import Wrapped as Wrapped
 from lce.methods.xattention import XAttention as XAttention
 from lce.models.config import RopeConfig as RopeConfig
 from lce.models.rope import Rope as Rope

@@ -275,11 +275,9 @@ def band_of(bands: Tensor, chosen: Tensor) -> Tensor:
 
 def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
     """Reshape `[H, m, …]`, m chunks, to `[G·m·(H/G), …]`: `dense` then treats each chunk of a KV head as a KV head."""
-    folded: Tensor = x.unflatten(0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
-    return folded
+    return torch.unflatten(x, 0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
     """Undo `fold_chunks`: `[G·m·(H/G), …]` to `[H, m, …]`."""
-    unfolded: Tensor = x.unflatten(0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)
-    return unfolded
+    return torch.unflatten(x, 0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)

@@ -92,10 +92,9 @@ class Budget(Knobs):
     def fitted(self, label: str, window: int) -> Self:
         """Return this budget with the knobs of its growth filled in. Raises `UsageError` for knobs that cannot work."""
         if self.growth is None:
-            for name in ("grows_from", "grows_to"):
-                if getattr(self, name) is not None:
-                    means = f"budget.{name} is a knob of budget.growth=sqrt and linear alone"
-                    raise UsageError(f"{label}: {means}, and budget.growth is None; drop budget.{name}")
+            if given := [f"budget.{x}" for x in ("grows_from", "grows_to") if getattr(self, x) is not None]:
+                means = f"{given[0]} is a knob of budget.growth=sqrt and linear alone, and budget.growth is None"
+                raise UsageError(f"{label}: {means}; drop {given[0]}")
             return fill_in(self, label, "budget.")
         tokens = resolved(self.tokens)
         made = fill_in(self, label, "budget.", grows_from=window, grows_to=max(window, tokens))

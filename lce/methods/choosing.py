@@ -51,12 +51,6 @@ def choose(method: Method, c: Selection, q: Tensor, cache: LayerCache, step: Ste
 
     For a `DeviceStep` the result is `[C, 1, K]` for C groups of heads: C is 1, G or H.
     """
-    if c.one_layer:
-        return step.once_on_all("choice of the first layer", lambda: _choose(method, c, q, cache, step), q.device)
-    return _choose(method, c, q, cache, step)
-
-
-def _choose(method: Method, c: Selection, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
     if isinstance(step, DeviceStep):
         assert isinstance(c.selector, SummarySelector), "steps of other selectors are not recorded"
         return c.selector.on_device(c, q, cache, step)

@@ -65,10 +65,8 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
     example: ClassVar = Example({"method": "lm_infinite:sinks=2:local=5", "dense": "rerope:local=6", "every": 6})
 
     def for_model(self, model: ModelFacts) -> Self:
-        sparse, dense = self.sparse_method.for_model(model), self.dense
-        if dense is not None:
-            dense = self._spell(self._made("dense", dense).for_model(model))
-        return replace(self, method=self._spell(sparse), dense=dense)
+        dense = None if self.dense is None else self._spell(self.dense_method.for_model(model))
+        return replace(self, method=self._spell(self.sparse_method.for_model(model)), dense=dense)
 
     def resolve(self, window: int) -> Self:
         """Return this method, with all knobs of both methods filled in. Raises `UsageError` for a pair that cannot be.
@@ -80,7 +78,7 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
             sparse = filled(sparse, local=max(1, window // 4))
         sparse = sparse.resolve(window)
         if made.dense is not None:
-            dense = made._made("dense", made.dense).resolve(window)
+            dense = made.dense_method.resolve(window)
         else:
             dense = next((each for each in dense_methods(sparse, window) if keys_match(sparse, each, window)), sparse)
         if not isinstance(dense, DENSE):
@@ -98,7 +96,7 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
 
     @cached_property
     def dense_method(self) -> Method:
-        """The dense method. Only for use after `resolve`."""
+        """The dense method, if the knob is given or filled in."""
         return self._made("dense", resolved(self.dense))
 
     def _made(self, which: str, text: str) -> Method:

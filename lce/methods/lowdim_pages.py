@@ -14,7 +14,7 @@ from lce.cache.method_state import FileTensor, MethodState, Staged, Summaries
 from lce.errors import UsageError
 from lce.methods.base import Method, is_like, resolved
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.knobs import fill_in, knob
+from lce.methods.knobs import knob
 from lce.methods.lowdim import BASIS, LowDimMaps, concat_heads, layer_maps, principal
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.selection import Selection, Share, Sizes
@@ -47,7 +47,7 @@ class LowDim(ContextSelector, name="lowdim"):
         return replace(self, maps=maps_for(label, self.maps, self.low_dim, max(1, model.window // 2), model, OTHERWISE))
 
     def check(self, label: str, selection: Selection, window: int) -> None:
-        fill_in(self, label, "select.")
+        super().check(label, selection, window)
         if selection.share != "layer":
             raise UsageError(f"{label}: low-dim keys have the sum of all heads' scores alone; give share=layer")
         if self.compress == "pca" and self.maps is not None:

@@ -17,10 +17,9 @@ from lce.cache.layout import AccessPattern, CacheLayout
 from lce.errors import CapacityError, UsageError, shown
 from lce.methods.base import Method
 from lce.methods.full import OwnWindow
-from lce.methods.handover import Handover
-from lce.methods.observed import Observed
 from lce.methods.registry import as_method
 from lce.methods.step import DeviceStep, Note, Step
+from lce.methods.wrapped import Handover, Observed
 from lce.models.config import LayerKind, RopeConfig
 from lce.models.layers import Attend
 from lce.models.rope import Rope

@@ -53,7 +53,8 @@ class Selector(Knobs, ABC):
         return self
 
     def check(self, label: str, selection: Selection, window: int) -> None:
-        """Raise `UsageError` for knobs that do not fit the rest of a selection."""
+        """Raise `UsageError` for knobs that cannot work, or do not fit the rest of a selection."""
+        fill_in(self, label, "select.")
 
     @abstractmethod
     def shape(self, sizes: Sizes, selection: Selection) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Literal, Self
 
 from torch import Tensor
@@ -110,7 +110,8 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         """See `choosing.choose`."""
-        return choosing.choose(self, self.selection, q, cache, step)
+        make = partial(choosing.choose, self, self.selection, q, cache, step)
+        return step.once_on_all("first choice", make, q.device) if self.selection.one_layer else make()
 
     def _noted(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
         chosen = self.choose(q, cache, step)

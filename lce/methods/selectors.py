@@ -21,7 +21,7 @@ from lce.errors import UsageError
 from lce.methods.attending import fold_chunks, unfold_chunks
 from lce.methods.base import Method
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.knobs import fill_in, knob
+from lce.methods.knobs import knob
 from lce.methods.selection import Scorer, Selection, Selector, Sizes
 from lce.methods.step import DeviceStep, Step
 from lce.methods.turned_keys import pieces, unrotated_keys
@@ -205,9 +205,6 @@ class Representatives(SummarySelector, name="representatives"):
 
     repr_tokens: int = knob(4, "keys that represent a page", least=1)
     uses_queries: ClassVar[bool] = True
-
-    def check(self, label: str, selection: Selection, window: int) -> None:
-        fill_in(self, label, "select.")
 
     def shape(self, sizes: Sizes, selection: Selection) -> tuple[int, ...]:
         return sizes.n_heads, sizes.head_dim

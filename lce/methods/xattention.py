@@ -153,8 +153,7 @@ class XAttention(Method, promises=dict.fromkeys(PROMISES, (*ATTENTION, "parts_of
         column = torch.arange(stop // stride, device=q.device)
         logits.masked_fill_(column > column[first * per_block :, None], -torch.inf)
         of_rows = logits.softmax(-1).unflatten(-1, (-1, per_block)).sum(-1)  # [H, n · B/S, first + n]
-        shares: Tensor = of_rows.unflatten(1, (-1, per_block)).sum(2)
-        return shares
+        return torch.unflatten(of_rows, 1, (-1, per_block)).sum(2)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         """Return the cost of the estimate, and of attending every earlier block, which is the most with any text."""
@@ -165,6 +164,5 @@ class XAttention(Method, promises=dict.fromkeys(PROMISES, (*ATTENTION, "parts_of
         scores = sum((b - a) * b for a, b in slices) * size * size // self.stride
         read = sum(b for _, b in slices) * size
         seen = block.seen(size * size * sum(range(first, last)), (last - 1) * size)
-        return seen + Cost(
-            0, block.n_heads * block.head_dim * scores, state_read=block.n_kv_heads * block.head_dim * read
-        )
+        of_heads, of_kv_heads = (n * block.head_dim for n in (block.n_heads, block.n_kv_heads))
+        return seen + Cost(0, of_heads * scores, state_read=of_kv_heads * read)

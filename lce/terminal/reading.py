@@ -150,7 +150,7 @@ class Opening:
 
     def _opened(self, context_file: str) -> tuple[lce.Engine, lce.Context]:
         from lce.engine.info import describe
-        from lce.methods.handover import BETWEEN, PREFILL
+        from lce.methods.wrapped import BETWEEN, PREFILL
 
         context = describe(context_file)
         if self.method is None and context.method_file is not None:
@@ -171,7 +171,7 @@ def named_methods(method: str, knobs: Mapping[str, Any], prefill_method: str | N
 
     The method may be `auto`, without knobs. Knobs of the method of prefill are named `prefill_method.KEY`.
     """
-    from lce.methods.handover import PREFILL
+    from lce.methods.wrapped import PREFILL
 
     own = {key: value for key, value in knobs.items() if not key.startswith(PREFILL)}
     others = {key.removeprefix(PREFILL): value for key, value in knobs.items() if key not in own}

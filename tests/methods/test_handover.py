@@ -8,7 +8,7 @@ import torch
 
 import lce
 from lce.errors import DataError, UsageError
-from lce.methods.handover import Handover
+from lce.methods.wrapped import Handover
 from tests import oracle
 from tests.command import assert_error
 from tests.command import run as run_command
