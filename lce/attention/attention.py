@@ -16,12 +16,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lce import gpu
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
 from lce.attention.turn import SlotTurns, Turn
 from lce.errors import UsageError, nearest, shown
 from lce.kernels.cpu.kernel import DTYPES
 from lce.kernels.cpu.merging import merged
-from lce.kernels.cuda import launching
 from lce.profiling import count_dense, count_routed, timed
 
 Attended = tuple[Tensor, Tensor]  # outputs [..., T, D], and log-sum-exps [..., T] (float32, natural logarithm)
@@ -194,10 +194,8 @@ def combine(parts: Sequence[Attended]) -> Attended:
     out, lse = parts[0]
     if out.device.type == "cpu" and out.dtype in DTYPES and lse.dtype == torch.float32:
         return merged(parts)
-    if launching.runs_on(out) and lse.dtype == torch.float32:
-        from lce.kernels.cuda.merging import combined
-
-        return combined(parts)
+    if gpu.launching.runs_on(out) and lse.dtype == torch.float32:
+        return gpu.merging.combined(parts)
     return _combined(parts)
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
+from lce import gpu
 from lce.attention.attention import causal_mask
 from lce.kernels.code.shared import LANES, MOST_ROWS
 from lce.kernels.cpu import choices, panels
 from lce.kernels.cpu.products import product as few_rows_product
 from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few, scores_of_many, weight_sums
 from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
-from lce.kernels.cuda import launching
 
 SCORES_AT_ONCE = 1 << 24  # the largest number of scores to compute at a time: 64 MiB in float32
 IN_CACHES = 1 << 22  # the number of scores that CPU kernels compute at a time, so that scores stay in the caches
@@ -82,10 +82,8 @@ def _scores_of_few(q: Tensor, keys: Tensor, together: int) -> Tensor | None:
     if compiled_for(keys) and q.dtype in (keys.dtype, torch.float32):
         within = together if len(q) // len(keys) % together == 0 else 1  # heads that share a row of keys
         return _summed(scores_of_few(q, keys, within), together // within)
-    if launching.runs_on(keys):
-        from lce.kernels.cuda import choices as on_gpu
-
-        return _summed(on_gpu.scores_of_few(q, keys), together)
+    if gpu.launching.runs_on(keys):
+        return _summed(gpu.choices.scores_of_few(q, keys), together)
     return None
 
 
@@ -182,10 +180,8 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
     """
     if compiled_for(scores) and not isinstance(start, Tensor):
         return choices.best_chunks(scores.contiguous(), forced, n, start, size)
-    if launching.runs_on(scores) and scores.shape[-1] <= launching.MOST_CHUNKS:
-        from lce.kernels.cuda import choices as on_gpu
-
-        return on_gpu.best_chunks(scores.contiguous(), forced, n, start, size)
+    if gpu.launching.runs_on(scores) and scores.shape[-1] <= gpu.launching.MOST_CHUNKS:
+        return gpu.choices.best_chunks(scores.contiguous(), forced, n, start, size)
     return _best_chunks(scores, forced, n, start, size)
 
 
@@ -211,11 +207,9 @@ def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
 
 def best_runs(q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **how: Any) -> tuple[Tensor, Tensor] | None:
     """Choose chunks by a GPU kernel, as runs: see `lce.kernels.cuda.choices.best_runs`. None: no kernel suits."""
-    if not launching.runs_on(summaries) or summaries.shape[1] > launching.MOST_CHUNKS:
+    if not gpu.launching.runs_on(summaries) or summaries.shape[1] > gpu.launching.MOST_CHUNKS:
         return None
-    from lce.kernels.cuda import choices as on_gpu
-
-    return on_gpu.best_runs(q, summaries, at, size, n, **how)
+    return gpu.choices.best_runs(q, summaries, at, size, n, **how)
 
 
 def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,10 +217,8 @@ def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -
 
     If the query's index `at [1]` is given, its own chunk up to the query is one more run. `like` is as keys are.
     """
-    if launching.runs_on(like):
-        from lce.kernels.cuda import choices as on_gpu
-
-        return on_gpu.runs_of_chunks(chosen, size, at)
+    if gpu.launching.runs_on(like):
+        return gpu.choices.runs_of_chunks(chosen, size, at)
     first, counts = chosen * size, (chosen >= 0) * size
     if at is not None:
         begin = at // size * size

@@ -5,10 +5,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from lce import gpu
 from lce.attention.attention import Attended
 from lce.attention.compiled import Compiled
 from lce.attention.tiles import Runs, SlotQueries
-from lce.kernels.cuda import launching
 
 
 class Triton(Compiled):
@@ -19,48 +19,36 @@ class Triton(Compiled):
 
     @classmethod
     def missing(cls) -> str | None:
-        return launching.missing()
+        return gpu.launching.missing()
 
     def kernels(self, q: Tensor, *others: Tensor) -> ModuleType | None:
         if not _fits(q, *others):
             return super().kernels(q, *others)
-        from lce.kernels.cuda import attention
-
-        return attention
+        return gpu.attention
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        if not launching.installed():
+        if not gpu.launching.installed():
             return False
-        from lce.kernels.cuda.rows import takes
-
-        return takes(torch.empty(1, head_dim, dtype=dtype, device="meta"))
+        return gpu.rows.takes(torch.empty(1, head_dim, dtype=dtype, device="meta"))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
-        from lce.kernels.cuda import decoding
-
-        out, lse = decoding.attend_runs(q[:, 0], k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
+        out, lse = gpu.decoding.attend_runs(q[:, 0], k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
         return out[:, None], lse[:, None]
 
     def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
         if not _fits(queries.q, k, v):
             super().dispatch(queries, tile, k, v, into)
         elif tile.numel():
-            from lce.kernels.cuda import attention
-
-            attention.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
+            gpu.attention.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         if not _fits(out):
             return super().merge_slots(out, lse)
-        from lce.kernels.cuda import merging
-
-        return merging.merge_slots(out, lse)
+        return gpu.merging.merge_slots(out, lse)
 
 
 def _fits(q: Tensor, *others: Tensor) -> bool:
     """Return whether the kernels take these tensors: on CUDA, or on the CPU in Triton's interpreter."""
-    if not launching.usable(q) or q.requires_grad:
+    if not gpu.launching.usable(q) or q.requires_grad:
         return False
-    from lce.kernels.cuda.rows import takes
-
-    return takes(q, *others)
+    return gpu.rows.takes(q, *others)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lce import gpu
 from lce.kernels.cpu import elementwise
-from lce.kernels.cuda import launching
 
 
 class Turn(NamedTuple):
@@ -42,10 +42,8 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     cos, sin = turn
     if elementwise.runs_on(x) and cos.dtype is x.dtype:
         return elementwise.rotate(x, cos, sin)
-    if launching.runs_on(x):
-        from lce.kernels.cuda import elementwise as on_gpu
-
-        return on_gpu.rotate(x, cos, sin)
+    if gpu.launching.runs_on(x):
+        return gpu.elementwise.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     left, right = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
     return torch.cat((left, right), dim=-1).to(x.dtype)
@@ -59,10 +57,8 @@ def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tenso
     alike = k.dtype is into_k.dtype is v.dtype
     if alike and (turn is None or turn.cos.dtype is k.dtype) and not isinstance(at, Tensor) and elementwise.runs_on(k):
         elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))
-    elif alike and launching.runs_on(k):
-        from lce.kernels.cuda import elementwise as on_gpu
-
-        on_gpu.append(k, v, into_k, into_v, at, *(turn or (None, None)))
+    elif alike and gpu.launching.runs_on(k):
+        gpu.elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))
     else:
         rows = at + torch.arange(k.shape[1], device=k.device)
         for x, into in ((k if turn is None else rotate(k, turn), into_k), (v, into_v)):

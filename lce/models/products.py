@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lce import gpu
 from lce.kernels.code.shared import MOST_ROWS
 from lce.kernels.code.shared import Gate as Gate  # for families
 from lce.kernels.cpu import elementwise, panels
@@ -22,12 +23,12 @@ from lce.kernels.cpu.kernel import seam as seam
 from lce.kernels.cpu.kernel import sliced as sliced
 from lce.kernels.cpu.products import product
 from lce.kernels.cpu.replay import Replays as Replays  # for models
-from lce.kernels.cuda import launching
 from lce.models.ranks import Ranks
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked
 
 SHARED_ROWS = MOST_ROWS  # Each row of a product of up to this many rows has the same bits as in a product of its own.
+GPU_ROWS = gpu.launching.MOST_ROWS  # The most rows that the GPU's kernel multiplies.
 SCRATCH = 64 << 20  # The most bytes of unpacked weights that a product with quantised weights holds at once.
 _thread = threading.local()  # `memory`: this thread's scratch memory for unpacked weights
 
@@ -61,13 +62,9 @@ def linear(
             return weight.product(x.contiguous(), bias, **around)
     elif few and x.is_cpu and _plain(x, weight, norm, onto):
         return product(x, weight, bias, **around)
-    elif (
-        gate != "gelu_tanh" and len(x) <= launching.MOST_ROWS and launching.runs_on(x) and _plain(x, weight, norm, onto)
-    ):
-        from lce.kernels.cuda import products
-
+    elif gate != "gelu_tanh" and len(x) <= GPU_ROWS and gpu.launching.runs_on(x) and _plain(x, weight, norm, onto):
         around["gated"] = around.pop("gate") is not None
-        return products.product(x, weight, bias, **around)
+        return gpu.products.product(x, weight, bias, **around)
     if computed := _computed(x, weight, norm):
         dtype = _stored_dtype(x, weight, norm)
         if out_dtype or computed is torch.float32:
@@ -178,19 +175,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide vectors `x [..., D]` by their root mean squares, times `weight [D]`, in float32; then to its dtype."""
     if runs_on(x):
         return elementwise.rms_norm(x, weight, eps)
-    if launching.runs_on(x):
-        from lce.kernels.cuda import elementwise as on_gpu
-
-        return on_gpu.rms_norm(x, weight, eps)
+    if gpu.launching.runs_on(x):
+        return gpu.elementwise.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)
 
 
 def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Apply `rms_norm` to queries and to keys, `[heads, T, D]` each; on a GPU in one launch."""
-    if launching.runs_on(q):
-        from lce.kernels.cuda import elementwise as on_gpu
-
-        return on_gpu.rms_norm_two(q, q_weight, k, k_weight, eps)
+    if gpu.launching.runs_on(q):
+        return gpu.elementwise.rms_norm_two(q, q_weight, k, k_weight, eps)
     return rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
 
 
@@ -199,10 +192,8 @@ def gate_mul(x: Tensor, gate: Gate) -> Tensor:
     """Multiply the activation `gate` of the first half of `x [T, 2·D]` with the second half: `[T, D]`."""
     if runs_on(x):
         return elementwise.gate_mul(x, gate)
-    if gate == "silu" and launching.runs_on(x):
-        from lce.kernels.cuda import elementwise as on_gpu
-
-        return on_gpu.silu_mul(x)
+    if gate == "silu" and gpu.launching.runs_on(x):
+        return gpu.elementwise.silu_mul(x)
     first, second = x.chunk(2, dim=-1)
     return (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")).mul_(second)
 
@@ -268,10 +259,8 @@ def put_token(out: Tensor, joined: Tensor, token: int) -> None:
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `scale` · cosines and sines `[*positions.shape, D/2]` of positions times `frequencies [D/2]`, float64."""
-    if positions.is_cuda and dtype in launching.DTYPES and launching.installed():
-        from lce.kernels.cuda import elementwise as on_gpu
-
-        cos, sin = on_gpu.turns(positions, frequencies, scale, dtype)
+    if positions.is_cuda and dtype in gpu.launching.DTYPES and gpu.launching.installed():
+        cos, sin = gpu.elementwise.turns(positions, frequencies, scale, dtype)
         return cos, sin
     angles = positions.to(torch.float64)[..., None] * frequencies
     return angles.cos().mul_(scale).to(dtype), angles.sin_().mul_(scale).to(dtype)
