@@ -8,8 +8,7 @@
 
 A GGUF file has less than a tokenizer.json. The rest comes from the tokenizers that were published with the models a
 name of `pre` stands for: the regular expressions, the normalizer, and whether a word that is a token may be cut.
-So ids are those with which a model was trained. llama.cpp's differ for few texts: it has no normalizers, and simpler
-regular expressions.
+So the ids are those with which a model was trained; llama.cpp gives other ids for a few texts.
 """
 
 import json
@@ -162,10 +161,10 @@ class _Vocabulary:
 
     def settings(self, add_bos: bool) -> bytes:
         """Return tokenizer_config.json. `add_bos` says whether a BOS comes first if the metadata does not."""
-        flags = {
-            name: self.flag(name, default) for name, default in (("add_bos_token", add_bos), ("add_eos_token", False))
-        }
         ends = {f"{name}_token": self.tokens[i] for name in ("bos", "eos") if (i := self.ids[name]) is not None}
+        flags = {
+            f"add_{name}_token": self.flag(f"add_{name}_token", name == "bos" and add_bos) for name in ("bos", "eos")
+        }
         return json.dumps(flags | ends).encode()
 
     def wrong(self, name: str, value: object, expected: str, remedy: str = _AGAIN) -> ModelError:

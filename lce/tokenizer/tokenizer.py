@@ -63,13 +63,13 @@ class Tokenizer:
     """
 
     def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, vocab_size: int | None) -> None:
-        self.vocab_size, self._path = size, path = vocabulary.size, vocabulary.path
-        if vocab_size is not None and size > vocab_size:
-            tokens = f"{size} tokens (ids up to {size - 1})"
-            raise ModelError(f"{named(path)} has {tokens} but the model's embedding has {vocab_size} rows; {_REMEDY}")
-        self._vocabulary = vocabulary
-        self._id_limit = max(size, vocab_size or 0)
-        self._bytes_of = cache(self._spelled)
+        self.vocab_size, self._vocabulary, self._path = vocabulary.size, vocabulary, vocabulary.path
+        self._id_limit = self.vocab_size if vocab_size is None else vocab_size
+        if self.vocab_size > self._id_limit:
+            has = f"has {self.vocab_size} tokens (ids up to {self.vocab_size - 1})"
+            raise ModelError(f"{named(self._path)} {has} but the model's embedding has {vocab_size} rows; {_REMEDY}")
+        token, spelled = vocabulary.token, vocabulary.spelling.bytes_of
+        self._bytes_of = cache(lambda i, first: None if (name := token(i)) is None else spelled(name, first))
         self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
         self.eos_token, eos_id = self._find("eos_token", config.eos_token, vocabulary.eos_id)
         self.eos_ids = () if eos_id is None else (eos_id,)
@@ -156,10 +156,6 @@ class Tokenizer:
             return None if skip_special and token_id in self._special else self._bytes_of(token_id, first)
 
         return Detokenizer(spell, self._vocabulary.spelling)
-
-    def _spelled(self, token_id: int, first: bool) -> bytes | None:
-        token = self._vocabulary.token(token_id)
-        return None if token is None else self._vocabulary.spelling.bytes_of(token, first)
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation in this model's chat format; see `render_chat`."""

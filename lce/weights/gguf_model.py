@@ -226,9 +226,7 @@ class Olmo2(Qwen3):
     """OLMo 2, and OLMo 3, which has a sliding window in most layers: norms behind attention and MLP, none before."""
 
     family = "Olmo2ForCausalLM", "olmo2"
-    names: ClassVar[dict[str, str]] = {
-        key: x for key, x in Gemma3.names.items() if key not in ("attn_norm", "ffn_norm")
-    }
+    names: ClassVar[dict[str, str]] = {k: x for k, x in Gemma3.names.items() if k not in ("attn_norm", "ffn_norm")}
 
     def own(self, rope: dict[str, Any]) -> dict[str, Any]:
         found = self.windows(rope, 4, rope["rope_theta"])

@@ -45,18 +45,14 @@ def tensor_groups(checkpoint: Checkpoint) -> tuple[TensorGroup, ...]:
     for name, info in checkpoint.tensors.items():
         matrix = name.rpartition(".")[0]
         whole = matrix if matrix in matrices else name
-        group = _kind(whole), matrices[whole][0] if whole in matrices else info.dtype
+        *_, module, last = ["", "", *whole.split(".")]
+        word = last if last == "bias" else "norm" if module.endswith("norm") else module
+        group = _KINDS.get(word, _KINDS[""]), matrices[whole][0] if whole in matrices else info.dtype
         members[group].add(whole)
         sizes[group] += info.stop - info.start
     order = list(_KINDS.values())
     found = [TensorGroup(*group, len(members[group]), size) for group, size in sizes.items()]
     return tuple(sorted(found, key=lambda group: (order.index(group.kind), -group.n_bytes, group.type)))
-
-
-def _kind(name: str) -> str:
-    *_, module, last = ["", "", *name.split(".")]
-    word = last if last == "bias" else "norm" if module.endswith("norm") else module
-    return _KINDS.get(word, _KINDS[""])
 
 
 def verify(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> bool:

@@ -110,10 +110,9 @@ class Manifest:
         if n_checks != {name: -(-(info.stop - info.start) // PIECE) for name, info in tensors.items()}:
             raise Damaged(file, "its manifest has the checksums of other tensors", AGAIN)
         texts = found.weights, found.dtype, found.source, *found.files, *found.files.values()
-        if not all(isinstance(text, str) and 0 < len(text) <= 100 for text in texts):
-            raise Damaged(file, "its manifest has values that are no texts", AGAIN)
-        if found.weights not in ROUNDED or found.dtype not in ("float32", "bfloat16", "float16"):
-            raise Damaged(file, f"unknown weights {shown(found.weights)} of {shown(found.dtype)}", AGAIN)
+        is_text = all(isinstance(text, str) and 0 < len(text) <= 100 for text in texts)
+        if not is_text or found.weights not in ROUNDED or found.dtype not in ("float32", "bfloat16", "float16"):
+            raise Damaged(file, f"unknown weights {shown(found.weights)} of {shown(found.dtype)}, or no texts", AGAIN)
         for name, (scheme, shape) in matrices.items():
             if not isinstance(scheme, str) or scheme not in ROUNDED or not all(type(n) is int for n in shape):
                 raise Damaged(file, f"unknown weights {shown(scheme)} of {shown(name)}, {shown(shape)}", AGAIN)
