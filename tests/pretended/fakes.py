@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lce.cache import pool
+from lce.cache import movers
 from lce.kernels.cuda import launching
 from lce.system import lasting_executor
 from tests.pretended.device import Gpus
@@ -40,7 +40,7 @@ def pretended_gpus(n_devices: int = 1, memory: int = 16 << 30, *, triton: bool =
             with Mode(gpus):
                 yield gpus
         finally:
-            lasting_executor(1, pool.FETCHER).shutdown()
+            lasting_executor(1, movers.FETCHER).shutdown()
             lasting_executor.cache_clear()
             torch._C._set_only_lift_cpu_tensors(before)
     assert not gpus.faults, gpus.faults
