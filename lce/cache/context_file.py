@@ -188,11 +188,10 @@ def open_snapshot(path: Path, layout: CacheLayout, identify: Callable[[Manifest]
 @torch.inference_mode()  # a read may write to memory of the tiers that was allocated in inference mode
 def write_rows(cache: KVCache, rows: ContextRows, since: int = 0) -> None:
     """Write to a context file the keys and values of committed tokens from `since` on that are not in it yet."""
-    layout, own = cache.layout, False
-    for stack in cache.stacks:
-        if isinstance(stack.bottom, Disk) and stack.bottom.file is rows:
-            stack.write_down()
-            own = True
+    layout = cache.layout
+    own = [stack for stack in cache.stacks if isinstance(stack.bottom, Disk) and stack.bottom.file is rows]
+    for stack in own:
+        stack.write_down()
     for layer in cache.layers:
         first = layer.buffer.first if own else 0  # `buffer.first` may differ between layers after an interrupted pass
         groups = np.arange(layer.index * layout.n_groups, (layer.index + 1) * layout.n_groups)

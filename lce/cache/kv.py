@@ -243,9 +243,8 @@ class KVCache:
         share([each for layer in self.layers for each in layer.shareable()])
         for_fork = functools.cache(MemoryFile.for_fork)
         stacks = [stack.fork(0 if self.growing else self.layers[0].buffer.capacity) for stack in self.stacks]
-        devices = [self.layout.by_device.index(layer.layout) for layer in self.layers]
-        own = [stacks[device] if stacks else None for device in devices]
-        layers = [layer.fork(stack, for_fork) for layer, stack in zip(self.layers, own, strict=True)]
+        own = dict(zip(self.stacks, stacks, strict=True))
+        layers = [layer.fork(layer.stack and own[layer.stack], for_fork) for layer in self.layers]
         return KVCache(self.layout, layers, stacks, evicted=self.evicted)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ from lce.cache.row_file import CHECK_BYTES
 from lce.errors import UsageError, shown
 
 DEVICE, HOST, DISK = "device", "host", "disk"  # the names of the tiers for users
-READ_SIZE = 8192  # how many tokens are read at a time when all tokens of a context are read
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class CacheLayout:
     could_keep: Callable[[int, Mapping[str, FileTensor], "CacheLayout", int], bool] = field(
         default=lambda layer, kept, layout, n_tokens: True, compare=False
     )
-    read_size: int = READ_SIZE
+    read_size: int = 8192  # how many tokens are read at a time when all tokens of a context are read
     kv_dtype: str = "auto"  # the name of the format of stored keys and values: see `lce.cache.formats`
     borders: tuple[tuple[int, torch.device], ...] = ()
     first_layer: int = 0

@@ -129,16 +129,13 @@ def read_header(descriptor: int, path: Path) -> Header:
         entries = strict_object(bytes(_read(descriptor, length, 8, path)))
     except JsonError:
         raise DataError(f"{named(path)}: the header is not JSON; it is damaged or incomplete: {REMEDY}") from None
-    metadata = entries.pop("__metadata__", None)
     try:
-        manifest = strict_object(metadata["lce"].encode()) if isinstance(metadata, dict) else {}
-    except (KeyError, AttributeError, UnicodeError, JsonError):
+        manifest = strict_object(entries.pop("__metadata__")["lce"].encode())
+        form = manifest["format"]
+    except (KeyError, TypeError, AttributeError, UnicodeError, JsonError):
         raise strange from None
-    if "format" not in manifest:
-        raise strange
-    if manifest["format"] not in (FORMAT, EVICTED):
-        found = shown(manifest["format"], 40)
-        raise DataError(f"{named(path)} has the format {found}; this lce reads {FORMAT!r}; {REMEDY}")
+    if form not in (FORMAT, EVICTED):
+        raise DataError(f"{named(path)} has the format {shown(form, 40)}; this lce reads {FORMAT!r}; {REMEDY}")
     return Header(descriptor, path, entries, Manifest.of(manifest, path), 8 + length, file_bytes)
 
 
@@ -215,7 +212,8 @@ def read_small(
     kept = [*state]
     check_state(layout, header.manifest.read, state, header.path)
     found = read_tensors(header, tensors)
-    if not all(_is_finite(found[name]) for name in kept):
+    numbers = (found[name] for name in kept if found[name].is_floating_point())
+    if not all(x.sum().isfinite() or x.isfinite().all() for x in numbers):  # all are finite if their sum is
         raise contradiction(header.path)
     return found
 
@@ -277,8 +275,3 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
         kept[layer][name] = tensor
     if n_tokens and not all(layout.could_keep(x, kept[x], layout, n_tokens) for x in layout.acting_layers):
         raise contradiction(path)
-
-
-def _is_finite(x: Tensor) -> bool:
-    """Return whether all numbers are finite. If their sum is finite, all are, so the sum is tried first."""
-    return not x.is_floating_point() or bool(x.sum().isfinite()) or bool(x.isfinite().all())

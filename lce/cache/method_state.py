@@ -41,6 +41,7 @@ class MethodState(ABC):
     """
 
     floats: ClassVar[bool] = True  # whether the tensor's dtype must be floating-point
+    in_place: ClassVar[bool] = False  # whether a pass that `has_space` only reads and writes the tensor's rows
     _held: Held = field(default=NOTHING, init=False)
     _next: Held = field(default=NOTHING, init=False)
 
@@ -94,7 +95,7 @@ class MethodState(ABC):
 
     def steady(self, start: int) -> Held:
         """Return tensor and number if a pass of the token at index `start` only reads and writes the tensor's rows."""
-        return NOTHING
+        return self._held if self.in_place and self.has_space(start) else NOTHING
 
     def nearest(self, n_tokens: int, length: int) -> int:
         """Return the largest length, at most `n_tokens`, to which this state of `length` tokens can go back."""
@@ -242,6 +243,7 @@ class RecentRows(MethodState):
     length before which it still has `n_kept` rows.
     """
 
+    in_place: ClassVar[bool] = True
     n_kept: int
     row_bytes: int
     remade: bool = False
@@ -261,9 +263,6 @@ class RecentRows(MethodState):
         if buffer is not None:
             grown[:, :kept] = buffer[:, start - first - kept : start - first]
         return grown, start - kept
-
-    def steady(self, start: int) -> Held:
-        return self._held if self.has_space(start) else NOTHING
 
     def has_space(self, start: int) -> bool:
         buffer, first = self._held
@@ -354,6 +353,7 @@ class OpenChunk(_OpenGroup):
     which replaces the old one at the commit.
     """
 
+    in_place: ClassVar[bool] = True
     _marked: Tensor | None = field(default=None, init=False)  # a buffer that a mark refers to: it must not change
 
     def write(self, rows: Tensor, start: int) -> None:
@@ -371,9 +371,6 @@ class OpenChunk(_OpenGroup):
 
     def has_space(self, start: int) -> bool:
         return self._held[0] is not None and self._held[1] == start // self.size
-
-    def steady(self, start: int) -> Held:
-        return self._held if self.has_space(start) else NOTHING
 
     def make_space(self, start: int) -> None:
         """If token `start` begins a chunk, reuse the previous chunk's memory, unless a mark refers to that memory."""
