@@ -279,16 +279,13 @@ PACKAGES = ("lce", "lce_lab", "lce_serve")
 
 def private_names(tree: ast.AST) -> set[str]:
     """The names with one underscore that the classes of a file define: methods, fields and attributes of `self`."""
+    owners = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     found: set[str] = set()
-    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        for node in ast.walk(owner):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found.add(node.name)
-            elif isinstance(node, ast.AnnAssign | ast.Assign):
-                targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-                names = [inner for target in targets for inner in ast.walk(target)]
-                found |= {each.id for each in names if isinstance(each, ast.Name)}
-                found |= {each.attr for each in names if isinstance(each, ast.Attribute)}
+    for node in (node for owner in owners for node in ast.walk(owner)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 

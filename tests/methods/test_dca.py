@@ -1,7 +1,5 @@
 """Dual Chunk Attention: what the comparison with the oracle does not cover."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,19 +8,13 @@ import lce
 from lce.errors import ModelError
 from lce.methods import DualChunk
 from lce_lab.study.explain import explain
-
-
-def with_config(model: Path, folder: Path, **values: object) -> Path:
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | values))
-    return folder
+from tests.parity import edited
 
 
 def test_qwens_config_is_read(tiny_model: Path, tmp_path: Path) -> None:
     sizes = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 48}
     values = {"dual_chunk_attention_config": sizes, "max_position_embeddings": 4096}
-    folder = with_config(tiny_model, tmp_path / "model", **values)
+    folder = edited(tiny_model, tmp_path / "model", values)
     engine = lce.load(folder, method="dca")
     assert (engine.method, engine.window) == (DualChunk(chunk_size=32, far=40), 48)
     assert "far=40" in repr(engine)
@@ -34,7 +26,7 @@ def test_qwens_config_is_read(tiny_model: Path, tmp_path: Path) -> None:
 def test_qwens_models_are_read_as_they_are_served(size: int, kept: int, tiny_model: Path, tmp_path: Path) -> None:
     """The tables of Qwen's serving code: where queries and keys are, by their offset in a chunk of `size - kept`."""
     sizes = {"chunk_size": size, "local_size": kept, "original_max_position_embeddings": size}
-    folder = with_config(tiny_model, tmp_path / "model", dual_chunk_attention_config=sizes)
+    folder = edited(tiny_model, tmp_path / "model", {"dual_chunk_attention_config": sizes})
     method = lce.load(folder, method="dca").method
     length, n = size - kept, 4 * size
     successive = [min(offset + length, size) for offset in range(length)]
@@ -49,7 +41,7 @@ def test_qwens_models_are_read_as_they_are_served(size: int, kept: int, tiny_mod
 
 def test_a_config_that_makes_no_sense_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     sizes = {"chunk_size": 8, "local_size": 8}
-    folder = with_config(tiny_model, tmp_path / "model", dual_chunk_attention_config=sizes)
+    folder = edited(tiny_model, tmp_path / "model", {"dual_chunk_attention_config": sizes})
     assert lce.load(folder).window == 64  # other methods do not read it
     with pytest.raises(ModelError, match="a smaller local_size; give -o chunk_size=N"):
         lce.load(folder, method="dca")

@@ -47,7 +47,10 @@ def test_without_dense_blocks_any_blocks_give_the_same_and_a_text_can_be_truncat
     assert (out - whole).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("knobs", KNOBS_OF_PAIRS, ids=str)
+CORRECTED = {"method": "xattention:stride=2:block_size=4:top_p=0.4", "every": 6}  # whose output follows the blocks
+
+
+@pytest.mark.parametrize("knobs", [*KNOBS_OF_PAIRS, CORRECTED], ids=str)
 def test_the_ends_of_the_knobs_are_the_two_methods(knobs: dict[str, object]) -> None:
     q, k, v = vectors(2, 4, 2, 4 * WINDOW, 8)
     method = Delta(**{**knobs, "dense_up_to": 0}).resolve(WINDOW)
@@ -70,7 +73,7 @@ def test_the_ends_of_the_knobs_are_the_two_methods(knobs: dict[str, object]) -> 
 
 def test_the_default_pair_is_one_that_caches_keys_alike() -> None:
     for text, dense in (
-        *((text, "full") for text in ("streaming", "quest", "pages:placement=true")),
+        *((text, "full") for text in ("streaming", "quest", "xattention", "pages:placement=true")),
         *((text, "rerope") for text in ("lm_infinite", "infllm", "longheads:placement=constant", "esa:compress=pca")),
         ("longheads", "dca:chunk_size=16:"),
         ("pages:placement=dual:placement.chunk_size=64", "dca:chunk_size=64:"),

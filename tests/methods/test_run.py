@@ -117,14 +117,10 @@ def test_dtypes_that_differ_are_refused() -> None:
 # The driver
 
 
-def driver_of(n_layers: int) -> tuple[Driver, KVCache, Rope]:
-    layout = CacheLayout(n_layers, 4, 2, 8, torch.float32, torch.device("cpu"), AccessPattern(4))
-    return Driver(Full(), Attention.choose(), WINDOW, 2), KVCache.empty(layout), Rope(RopeConfig(), 8, WINDOW)
-
-
 def test_decode_steps_prefetch_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = vectors(1, 4, 2, 9, 8)
-    driver, cache, rope = driver_of(2)
+    cache = KVCache.empty(CacheLayout(2, 4, 2, 8, torch.float32, torch.device("cpu"), AccessPattern(4)))
+    driver, rope = Driver(Full(), Attention.choose(), WINDOW, 2), Rope(RopeConfig(), 8, WINDOW)
     asked: list[int | str] = []
     monkeypatch.setattr(KVCache, "prefetch", lambda cache, layer: asked.append(layer))
     attended = type(driver.method).attend

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lce
 from lce.errors import UsageError
-from lce.methods import Delta, XAttention, make, xattention
+from lce.methods import XAttention, make, xattention
 from lce.methods.costs import cost
 from tests.methods.test_decoding import differences
 from tests.methods.test_matrix import KNOBS, WINDOW
@@ -103,16 +103,3 @@ def test_blocks_suit_the_window_and_the_stride() -> None:
         size(512, block_size=20)
     with pytest.raises(UsageError, match="top_p is 0; expected a share above 0"):
         size(512, top_p=0)
-
-
-def test_delta_corrects_it() -> None:
-    """Delta's groups begin in any pass, and both methods cache keys alike."""
-    method = Delta(method="xattention:stride=2:block_size=4:top_p=0.4", every=6).resolve(WINDOW)
-    assert method.dense == "full"
-    q, k, v = vectors(2, 4, 2, 96, 8)
-    sparse, dense, out = (
-        run(each, q, k, v, [32, 64], window=WINDOW) for each in (method.sparse_method, method.dense_method, method)
-    )
-    first = torch.arange(96) // 6 * 6
-    truth = sparse + (dense - sparse)[:, first]
-    assert (out - truth).abs().max() <= 1e-5

@@ -16,7 +16,7 @@ each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def answer(engine: lce.Engine, context: lce.Context) -> list[int]:
-    return engine.generate(tokens(5, 1), max_tokens=6, context=context).token_ids
+    return engine.generate(tokens(5, 1), max_tokens=4, context=context).token_ids
 
 
 @each_method

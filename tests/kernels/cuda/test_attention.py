@@ -36,8 +36,15 @@ CASES = [  # H, G, T, N, D, causal, window, dtype
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("turn", [False, True], ids=["placed", "turned"])
+@pytest.mark.parametrize(
+    ("case", "turn"),
+    [
+        pytest.param(case, turn, marks=[pytest.mark.slow] * ((i + turn) % 2))
+        for i, case in enumerate(CASES)
+        for turn in (False, True)  # every day each case in one of them
+    ],
+    ids=str,
+)
 def test_attend(case: tuple[int, int, int, int, int, bool, int | None, torch.dtype], turn: bool) -> None:
     n_heads, n_groups, n_queries, n_keys, dim, causal, window, dtype = case
     q = random(n_queries, n_heads, dim, dtype=dtype, seed=1).transpose(0, 1)  # as projections are
