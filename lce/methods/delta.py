@@ -112,9 +112,8 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
         for name, value in settings(method).items():
             text = spelled(value)
             if not isinstance(value, str | int | float | None) or ":" in text:
-                raise UsageError(
-                    f"{self.label}: {name} of {method.label} cannot be spelled; choose knobs without {name}"
-                )
+                what = f"{name} of {method.label} cannot be spelled"
+                raise UsageError(f"{self.label}: {what}; choose knobs without {name}")
             if value is not None or usual[name] not in (None, MISSING):
                 said.append(f"{name}={text}")
         return ":".join((method.name, *said))
@@ -183,9 +182,7 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
         if all_dense:
             return dense
         if self.correct:
-            group = step.once(
-                "groups", lambda: (step.start % self.every + torch.arange(n, device=q.device)) // self.every
-            )
+            group = step.once("groups", lambda: step.positions(q.device) // self.every - step.start // self.every)
             sparse = sparse + torch.cat(differences, dim=1)[:, group]
         out = sparse.to(q.dtype)
         if begins:

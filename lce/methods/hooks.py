@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -88,9 +89,15 @@ def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def must(fits: Callable[..., bool], expected: str) -> Check:
-    """Return a check that calls `fits(result, *arguments)`; `{0}` in `expected` is the hook's first argument."""
-    return lambda method, got, *given, **_: None if fits(got, *given) else expected.format(*given)
+@dataclass(frozen=True)
+class Must:
+    """A check that calls `fits(result, *arguments)`; `{0}` in `expected` is the hook's first argument."""
+
+    fits: Callable[..., bool]
+    expected: str
+
+    def __call__(self, method: Any, got: Any, *given: Any, **_: Any) -> str | None:
+        return None if self.fits(got, *given) else self.expected.format(*given)
 
 
 def _keep(method: Any, got: Any, k: Tensor, v: Tensor, cache: Any, step: Any) -> str | None:
@@ -114,25 +121,25 @@ def _is_state(got: Any, *_: Any) -> bool:
     return isinstance(got, Mapping) and all(isinstance(k, str) and isinstance(v, MethodState) for k, v in got.items())
 
 
-_is_method = must(lambda got, *_: hasattr(got, "attend"), "a method: self, or dataclasses.replace(self, ...)")
+_is_method = Must(lambda got, *_: hasattr(got, "attend"), "a method: self, or dataclasses.replace(self, ...)")
 METHOD_CHECKS: Mapping[str, Check] = {
     "attend": lambda method, got, q, *_: tensor_check(got, q.shape, q, q.dtype),
-    "bound": must(lambda got, n: got is None or _is_count(got, n), "None, or a whole number of tokens, {0} or more"),
+    "bound": Must(lambda got, n: got is None or _is_count(got, n), "None, or a whole number of tokens, {0} or more"),
     "keep": _keep,
     "key_positions": _key_positions,
-    "state": must(_is_state, "names, and for each an instance of MethodState, such as Summaries or TokenRows"),
-    "access": must(
+    "state": Must(_is_state, "names, and for each an instance of MethodState, such as Summaries or TokenRows"),
+    "access": Must(
         lambda got: (
             isinstance(got, AccessPattern) and all(map(_is_count, (got.chunk_size, got.sinks, got.local), (1, 0, 0)))
         ),
         "an AccessPattern of whole numbers: a chunk_size of 1 or more, sinks and local of 0 or more",
     ),
-    "block": must(lambda got: _is_count(got, 1), "a whole number of tokens, 1 or more"),
-    "choices": must(
+    "block": Must(lambda got: _is_count(got, 1), "a whole number of tokens, 1 or more"),
+    "choices": Must(
         lambda got: isinstance(got, tuple) and len(got) == 2 and all(map(_is_count, got, (0, 1))),
         "the first token of choice 0 and the tokens of a choice, two whole numbers",
     ),
-    "choice_cost": must(lambda got, _: isinstance(got, Cost), "a Cost, as block.tokens(n) gives one"),
+    "choice_cost": Must(lambda got, _: isinstance(got, Cost), "a Cost, as block.tokens(n) gives one"),
     "for_model": _is_method,
     "resolve": _is_method,
 }

@@ -53,9 +53,7 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
 
     def resolve(self, window: int) -> Self:
         if self.fix_head and self.share != "head":
-            raise UsageError(
-                f"longheads: fix_head follows one head and share={self.share!r} sums several: drop one of them"
-            )
+            raise UsageError(f"longheads: fix_head follows one head and share={self.share!r} sums several: drop one")
         if self.rank != "top" and self.top_p is not None:
             raise UsageError(f"longheads: top_p takes the best chunks first and rank={self.rank!r} does not: drop one")
         return super().resolve(window)

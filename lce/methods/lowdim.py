@@ -137,10 +137,8 @@ class LowDimMaps:
     @functools.cached_property
     def digest(self) -> str:
         """Eight hexadecimal digits of a hash over all numbers in the maps."""
-        numbers = (
-            x.float().numpy(force=True).tobytes() for maps in self.layers.values() for x in maps.tensors().values()
-        )
-        return hashlib.sha256(b"".join(numbers)).hexdigest()[:8]
+        numbers = [x for maps in self.layers.values() for x in maps.tensors().values()]
+        return hashlib.sha256(b"".join(x.float().numpy(force=True).tobytes() for x in numbers)).hexdigest()[:8]
 
     @property
     def low_dim(self) -> int:
@@ -160,10 +158,8 @@ class LowDimMaps:
     def check_shapes(self, layers: Collection[int], n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         """Raise `UsageError` unless the maps fit these layers of a model of these sizes."""
         wanted = LowDimMap.shapes(n_heads, n_kv_heads, head_dim, self.low_dim)
-        fit = all(
-            {name: tuple(x.shape) for name, x in maps.tensors().items()} == wanted for maps in self.layers.values()
-        )
-        if not fit or not {*layers} <= self.layers.keys():
+        shapes = [{name: tuple(x.shape) for name, x in maps.tensors().items()} for maps in self.layers.values()]
+        if any(each != wanted for each in shapes) or not {*layers} <= self.layers.keys():
             sizes = ", ".join(f"{name} {list(shape)}" for name, shape in wanted.items())
             raise UsageError(f"{self!r} does not fit this model: expected maps of {len(layers)} layers, each {sizes}")
 

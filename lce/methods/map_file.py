@@ -158,8 +158,7 @@ def check_maps(method: str, maps: str | LowDimMaps | None, low_dim: int, far: in
         command = f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}"
         raise missing(method, command, otherwise)
     if maps.low_dim != low_dim:
-        raise UsageError(
-            f"{method}: low_dim is {low_dim}, but {maps!r} has {maps.low_dim}; give -o low_dim={maps.low_dim}"
-        )
+        what = f"low_dim is {low_dim}, but {maps!r} has {maps.low_dim}"
+        raise UsageError(f"{method}: {what}; give -o low_dim={maps.low_dim}")
     if maps.learned_for is not None:
         replace(maps.learned_for, far=far, window=window).check(maps.learned_for, maps.source)

@@ -264,9 +264,8 @@ class Selection:
         made.selector.check(label, made, window)
         if self.by_page and made.varies:
             other = "top_p" if budget.growth is None else "growth"
-            raise UsageError(
-                f"{label}: with queries=page all queries of a page attend as many pages; drop budget.{other}"
-            )
+            why = "with queries=page all queries of a page attend as many pages"
+            raise UsageError(f"{label}: {why}; drop budget.{other}")
         return made
 
 

@@ -44,7 +44,7 @@ BUDGETED = ("oracle", "random")
         ("quest", {"budget": 31}, "budget is 31; expected two pages of 16 tokens or more"),
         ("longheads", {"chunk_size": 0}, "chunk_size is 0; expected 1 or more"),
         ("longheads", {"chunk_size": 32}, "2 chunks of 32 tokens; expected 3 or more"),
-        ("longheads", {"fix_head": True, "share": "layer"}, "fix_head follows one head and .*: drop one of them"),
+        ("longheads", {"fix_head": True, "share": "layer"}, "fix_head follows one head and .*: drop one"),
         ("longheads", {"rank": "random", "top_p": 0.5}, "top_p takes the best .* rank='random' does not: drop one"),
         *((name, {"budget": 5, "chunk_size": 2}, "budget is 5; expected three chunks of 2") for name in BUDGETED),
         *((name, {"budget": 9, "chunks": 4}, "budget and chunks both say") for name in BUDGETED),
