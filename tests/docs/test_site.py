@@ -10,9 +10,8 @@ import lce
 from tests.docs.scripts import DOCS, ROOT, load
 
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-NAV = re.findall(
-    r"^ +- (?:.*: )?([\w./]+(?:\.md|/))$", CONFIG.partition("\nnav:")[2].partition("\nextra:")[0], re.MULTILINE
-)
+SECTION = CONFIG.partition("\nnav:")[2].partition("\nextra:")[0]
+NAV = re.findall(r"^ +- (?:.*: )?([\w./]+(?:\.md|/))$", SECTION, re.MULTILINE)
 OUTSIDE = dict(re.findall(r"^    ([\w./]+\.md): (\S+)$", CONFIG, re.MULTILINE))
 
 

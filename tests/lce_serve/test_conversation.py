@@ -14,9 +14,7 @@ from tests.lce_serve.conftest import serving
 TURNS = 5
 
 
-@pytest.mark.parametrize(
-    "method", ["longheads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "dca"))]
-)
+@pytest.mark.parametrize("method", ["longheads", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "dca"))])
 def test_each_token_of_a_conversation_is_read_once(method: str, chat_model: Path, tmp_path: Path) -> None:
     engine = lce.load(chat_model, method, threads=1)
     # Answers are of letters, which are the same tokens when they are read again.

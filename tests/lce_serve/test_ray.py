@@ -54,7 +54,6 @@ class Server:
         return answer.json(), answer.headers["x-lce-replica"]
 
     def replicas(self) -> list[psutil.Process]:
-        """Return the processes of the replicas."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         return [each for each in found if "ServeReplica:default:Replica" in _title(each)]
 
@@ -184,8 +183,7 @@ def _is_kept(path: Path, ids: bytes) -> bool:
 
 def two_sessions(server: Server) -> tuple[str, str]:
     """Return sessions of different replicas."""
-    found = {server.ask(completion("x", 1), f"s{number}")[1]: f"s{number}" for number in range(24)}
-    one, other = found.values()
+    one, other = {server.ask(completion("x", 1), f"s{n}")[1]: f"s{n}" for n in range(24)}.values()
     return one, other
 
 

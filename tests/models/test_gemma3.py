@@ -22,10 +22,8 @@ VISION |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 16}
 def test_same_logits_as_transformers(name: str, tmp_path: Path) -> None:
     folder, text = tmp_path / "saved", KINDS[name].build()
     torch.manual_seed(0)
-    images = {"image_token_index": VOCAB - 1, "boi_token_index": 5, "eoi_token_index": 6, "mm_tokens_per_image": 4}
-    config = Gemma3Config(
-        vision_config=VISION, text_config=text, tie_word_embeddings=text.tie_word_embeddings, **images
-    )
+    more = {"image_token_index": VOCAB - 1, "boi_token_index": 5, "eoi_token_index": 6, "mm_tokens_per_image": 4}
+    config = Gemma3Config(vision_config=VISION, text_config=text, tie_word_embeddings=text.tie_word_embeddings, **more)
     model = Gemma3ForConditionalGeneration(config).eval()
     randomise(model)
     model.tie_weights()

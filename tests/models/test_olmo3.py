@@ -10,12 +10,10 @@ PLAIN = {"rope_type": "default", "rope_theta": 5e5}
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 16}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 OLMO_3: dict[str, Any] = {"pad_token_id": 0, "sliding_window": 24, "num_hidden_layers": 3, "layer_types": TYPES}
-BOTH = {"full_attention": YARN, "sliding_attention": PLAIN}
+ALL = {"full_attention": YARN, "sliding_attention": PLAIN}
 KINDS = {
     "olmo3": Kind(Olmo3Config, OLMO_3 | {"num_key_value_heads": 4}, {"sliding_window": 23}),
-    "yarn": Kind(
-        Olmo3Config, OLMO_3 | {"rope_parameters": BOTH}, {"rope_parameters": BOTH | {"full_attention": PLAIN}}
-    ),
+    "yarn": Kind(Olmo3Config, OLMO_3 | {"rope_parameters": ALL}, {"rope_parameters": ALL | {"full_attention": PLAIN}}),
     "tied": Kind(Olmo3Config, OLMO_3 | {"tie_word_embeddings": True}, {"layer_types": TYPES[::-1][1:] + TYPES[1:2]}),
     "every-fourth": Kind(Olmo3Config, OLMO_3 | {"num_hidden_layers": 4, "layer_types": None}, {"sliding_window": 5}),
 }

@@ -58,16 +58,13 @@ class Said:
 
 
 def said(engine: lce.Engine, file: Path) -> Said:
-    """Prefill, generate, fork, save and open."""
     context = engine.prefill(IDS)
     context.fork().save(file)
-    answers = [
-        engine.generate(QUESTION, context=each, max_tokens=6).token_ids for each in (context, engine.open_context(file))
-    ]
+    found = [engine.generate(QUESTION, context=x, max_tokens=6).token_ids for x in (context, engine.open_context(file))]
     stream = engine.stream(IDS, max_tokens=8)
     assert "".join(piece.text for piece in stream) == stream.result.text
     drawn = engine.generate(IDS, max_tokens=8, temperature=1.0).token_ids
-    return Said(engine.logits(IDS), stream.result.token_ids, drawn, *answers)
+    return Said(engine.logits(IDS), stream.result.token_ids, drawn, *found)
 
 
 def all_said(group: Any, asked: Sequence[Asked], folder: Path) -> list[Said]:
@@ -75,7 +72,6 @@ def all_said(group: Any, asked: Sequence[Asked], folder: Path) -> list[Said]:
 
 
 def told(call: Any) -> str:
-    """The error of a call, in words."""
     try:
         call()
     except LceError as error:
@@ -103,7 +99,6 @@ def assert_as_one(found: Sequence[Said], asked: Asked, file: Path) -> None:
 
 
 def everyday(group: Any, asked: Sequence[Asked], folder: Path) -> tuple[list[Said], list[str]]:
-    """What two ranks say, and what they refuse."""
     refused = [
         lambda: lce.load(asked[0].folder, "infllm", ranks=group),
         lambda: lce.load(asked[0].folder, lce.methods.make("longheads", {"share": "layer"}), ranks=group),
@@ -170,12 +165,10 @@ EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}  # of which 3 ranks
 @slow
 def test_three_ranks_are_as_one(tmp_path: Path) -> None:
     """In every family, and with methods that keep states of their own, budgets, and 8 bits."""
-    folders = {
-        name: save_tiny(
-            _made(tmp_path / name), model_type=name, architectures=[families()[name].architecture], **EIGHT, **changes
-        )
-        for name, changes in FAMILIES.items()
-    }
+    folders = {}
+    for name, changes in FAMILIES.items():
+        own = {"model_type": name, "architectures": [families()[name].architecture], **EIGHT, **changes}
+        folders[name] = save_tiny(_made(tmp_path / name), **own)
     llama = folders["llama"]
     asked = [Asked(folder) for folder in folders.values()]
     asked += [Asked(llama, name, knobs) for name, knobs in METHODS]
@@ -220,7 +213,6 @@ def test_a_real_model_on_three_ranks(tmp_path: Path, smollm2: Path) -> None:
 
 
 def went_on(group: Any, asked: Asked, file: Path, out: Path) -> list[int]:
-    """Open a context, go on, and save it again."""
     engine = asked.load(group)
     context = engine.open_context(file)
     answer = engine.generate(QUESTION, context=context, max_tokens=6).token_ids
@@ -337,8 +329,7 @@ def test_a_rank_has_whole_kv_heads_with_their_query_heads(tmp_path: Path) -> Non
     config = read_config(Source(save_tiny(tmp_path, **EIGHT)))
     parts = [Division(config, Ranks(rank, 3)) for rank in range(3)]
     sizes = [(x.own.n_heads, x.own.n_kv_heads, x.own.intermediate_size) for x in parts]
-    assert sizes == [(4, 2, 32), (2, 1, 32), (2, 1, 32)]
-    assert parts[1].spans["query"] == [(64, 96)]
+    assert (sizes, parts[1].spans["query"]) == ([(4, 2, 32), (2, 1, 32), (2, 1, 32)], [(64, 96)])
     assert parts[1].spans["qkv"] == [(64, 96), (128 + 32, 128 + 48), (128 + 64 + 32, 128 + 64 + 48)]
     for wrong in (Division(config, Ranks(0, 5)), Division(config, Ranks(0, 4), 96)):
         with pytest.raises(UsageError, match="or fewer"):

@@ -9,19 +9,15 @@ from tests.pretended import Gpus
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 64])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3), (torch.float16, 0.1)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3), (torch.float16, 0.1)])
 def test_equals_the_product_in_float64(rows: int, bias: bool, dtype: torch.dtype, tolerance: float) -> None:
     random = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(n, 96, generator=random).to(dtype) for n in (rows, 40))
     offset = torch.randn(40, generator=random).to(dtype) if bias else None
     truth = x.double() @ weight.double().T + (0 if offset is None else offset.double())
-    out = linear(x, weight, offset)
-    assert out.dtype == dtype
+    out, wide = linear(x, weight, offset), linear(x, weight, offset, out_dtype=torch.float32)
+    assert (out.dtype, wide.dtype) == (dtype, torch.float32)
     assert (out.double() - truth).abs().max() < tolerance
-    wide = linear(x, weight, offset, out_dtype=torch.float32)
-    assert wide.dtype == torch.float32
     assert (wide.double() - truth).abs().max() < 1e-4
 
 
@@ -77,8 +73,7 @@ def test_on_a_gpu_a_result_in_float32_is_not_rounded(
     on_gpu, weight, norm = x.cuda(), weight.cuda(), norm.cuda()
     with triton_gpus.counting() as counts:
         out = linear(on_gpu, weight, norm=norm, eps=1e-5, out_dtype=torch.float32)
-    assert counts.launched() == launches
-    assert out.dtype == torch.float32
+    assert (counts.launched(), out.dtype) == (launches, torch.float32)
     assert not torch.equal(out.cpu(), out.cpu().to(torch.bfloat16).float())
     # Many rows: the norm's result is rounded before the product.
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=0.05 if rows == 6 else 1e-5)

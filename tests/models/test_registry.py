@@ -62,13 +62,12 @@ def test_either_name_finds_the_family_and_both_must_agree(name: str, tmp_path: P
     family = families()[name]
     inner = {"text_config": TINY} if name in NESTED else {}
     expected = "LlamaForCausalLM" if name in NESTED else family.architecture
-    scaling = {"rope_scaling": None}
     for names in (
         {"architectures": None, "model_type": name},
         {"architectures": [family.architecture], "model_type": None},
         {"architectures": [family.architecture], "model_type": name},
     ):
-        assert read_config(Source(tiny(tmp_path, **names, **inner, **scaling))).architecture == expected
+        assert read_config(Source(tiny(tmp_path, **names, **inner, rope_scaling=None))).architecture == expected
     other = "qwen3" if name != "qwen3" else "llama"
     with pytest.raises(ModelError, match=f"model_type is '{other}'; expected '{name}', as architectures says"):
         read_config(Source(tiny(tmp_path, architectures=[family.architecture], model_type=other)))

@@ -45,9 +45,7 @@ def theirs(kind: str, theta: float, values: dict[str, Any], original: int | None
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize(("kind", "values", "original"), SCALINGS, ids=str)
-def test_frequencies_are_those_of_transformers(
-    kind: str, values: dict[str, Any], original: int | None, theta: float
-) -> None:
+def test_frequencies_are_those_of_transformers(kind: str, values: Any, original: int | None, theta: float) -> None:
     for length in (10, WINDOW, 5 * WINDOW):
         ours = Rope(RopeConfig(kind, theta, original_window=original, **values), HEAD_DIM, WINDOW, length)
         frequencies, scale = theirs(kind, theta, values, original, length)
@@ -60,8 +58,7 @@ def test_frequencies_are_those_of_transformers(
 def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest(factor: float) -> None:
     plain = Rope(RopeConfig(), HEAD_DIM, WINDOW).inv_freq
     scaled = Rope(RopeConfig("ntk", factor=factor), HEAD_DIM, WINDOW).inv_freq
-    assert scaled[0] == plain[0]
-    assert scaled[-1].item() == pytest.approx(plain[-1].item() / factor, rel=1e-12)
+    assert scaled[[0, -1]].tolist() == [plain[0].item(), pytest.approx(plain[-1].item() / factor, rel=1e-12)]
     assert (scaled.diff() < 0).all()
 
 

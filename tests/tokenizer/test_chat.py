@@ -73,10 +73,8 @@ def rendered(template: str, turns: list[tuple[str, str]] = CONVERSATIONS[0], pro
 def test_as_transformers_renders(template: str, turns: list[tuple[str, str]], prompt: bool) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    library = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, "<s>"))
-    oracle = PreTrainedTokenizerFast(
-        tokenizer_object=library, bos_token="<s>", eos_token="</s>", chat_template=template
-    )
+    words = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, "<s>"))
+    oracle = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", chat_template=template)
     expected = oracle.apply_chat_template(messages(turns), tokenize=False, add_generation_prompt=prompt)
     assert rendered(template, turns, prompt) == expected
 

@@ -15,11 +15,9 @@ TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 @pytest.mark.parametrize("length", [64, 512])
 def test_a_seed_says_which_batches(length: int) -> None:
     first, again, other = (Corpus(TOKENIZER, seed).batch(4, length, 0.3) for seed in (1, 1, 2))
-    assert np.array_equal(first[0], again[0])
-    assert np.array_equal(first[1], again[1])
+    assert all(map(np.array_equal, first, again))
     assert not np.array_equal(first[0], other[0])
-    assert first[0].shape == (4, length + 1)
-    assert first[1].shape == (4, length)
+    assert [x.shape for x in first] == [(4, length + 1), (4, length)]
 
 
 def test_every_answer_stands_before_it_is_asked_for() -> None:
@@ -42,10 +40,8 @@ def test_every_answer_stands_before_it_is_asked_for() -> None:
 def test_every_format_comes_up_and_is_asked_about() -> None:
     corpus = Corpus(TOKENIZER, 2, formats=1.0)
     texts = [TOKENIZER.decode(row.tolist()) for row in corpus.batch(60, 512, 0.0)[0]]
-    words_of_each = (
-        "split key|codes of|words of|penguin|Key |common words|frequent|Repeat the|Which names|Walk |Where is the"
-    )
-    for words in words_of_each.split("|"):
+    formats = "split key|codes of|words of|penguin|Key |common words|frequent|Repeat the|Which names|Walk |Where is the"
+    for words in formats.split("|"):
         assert any(words in text for text in texts), words
 
 

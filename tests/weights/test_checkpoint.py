@@ -338,7 +338,6 @@ def test_a_damaged_header_never_loads_other_tensors(good: Path, flips: list[tupl
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_numbers_that_are_not_finite(folder: Path, value: float, dtype: torch.dtype | None) -> None:
-    """In every place of a tensor."""
     for place in range(12):
         embed = TENSORS["embed"].clone().to(torch.bfloat16)
         embed.view(-1)[place] = value

@@ -168,8 +168,8 @@ def test_files_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest
     raw[4] = version
     path.write_bytes(raw)
     found = read_gguf(path)
-    assert dict(found.metadata) == METADATA | {"general.alignment": alignment}
-    assert found.metadata["bool"] is False
+    metadata = dict(found.metadata)
+    assert (metadata, metadata["bool"] is False) == (METADATA | {"general.alignment": alignment}, True)
     assert {name: info.shape for name, info in found.tensors.items()} == {k: v.shape for k, v in WEIGHTS.items()}
     for name, info in found.tensors.items():
         stored = np.frombuffer(raw, np.uint8)[info.start : info.stop]
@@ -298,7 +298,6 @@ def test_any_shard_stands_for_the_whole(tmp_path: Path, empty_first: bool) -> No
 
 
 def patch(path: Path, key: str, kind: str, value: int) -> None:
-    """Change a number in the metadata."""
     raw = path.read_bytes()
     at = raw.index(key.encode()) + len(key) + 4
     new = pack(f"<{kind}", value)

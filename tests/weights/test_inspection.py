@@ -14,9 +14,7 @@ def listed(checkpoint: Checkpoint) -> list[tuple[str, str, int, int]]:
 
 def test_kinds_stand_in_the_models_order_and_the_type_with_most_bytes_first():
     stored = {"model.norm.weight": ("F32", 256), "model.layers.0.input_layernorm.weight": ("F32", 256)}
-    stored |= {
-        f"model.layers.0.self_attn.{name}": ("F32", n) for name, n in (("q_norm.weight", 64), ("q_proj.bias", 256))
-    }
+    stored |= {f"model.layers.0.self_attn.{x}": ("F32", n) for x, n in (("q_norm.weight", 64), ("q_proj.bias", 256))}
     values = (("Q4_K", 144), ("Q6_K", 210), ("Q4_K", 144))
     stored |= {f"layers.{i}.self_attn.v_proj.weight": value for i, value in enumerate(values)}
     stored |= {"layers.0.mlp.gate_up_proj.weight": ("Q4_K", 288), "lm_head.weight": ("Q8_0", 544)}

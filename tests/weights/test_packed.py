@@ -17,8 +17,7 @@ WIDTH = 48
 
 
 def test_schemes_by_name() -> None:
-    assert scheme_of("auto") is None
-    assert scheme_of("int4") is ROUNDED["int4"]
+    assert (scheme_of("auto"), scheme_of("int4")) == (None, ROUNDED["int4"])
     with pytest.raises(UsageError, match="did you mean 'int8'"):
         scheme_of("int9")
 

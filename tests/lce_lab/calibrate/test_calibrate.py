@@ -41,8 +41,7 @@ def test_maps_are_learned_and_used(tiny_model: Path, tmp_path: Path, out: Path) 
     recalls = calibrate(tiny_model, TEXT, out, SMALL, progress=lambda *stage: stages.append(stage))
     assert [recall.layer for recall in recalls] == [0, 1]
     assert all(0 < recall.calibrated <= 1 and 0 < recall.pca <= 1 for recall in recalls)
-    assert stages[-1] == ("learning", 4, 4)
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    assert (stages[-1], [path.name for path in tmp_path.iterdir()]) == (("learning", 4, 4), [out.name])
     engine = lce.load(tiny_model, method=ESA(maps=str(out), low_dim=8, **KNOBS))
     assert engine.generate(TEXT[:400], max_tokens=4).token_ids
     assert engine.method.maps.learned_for == LearnedFor(engine.setup.fingerprint, 8, 8, 64, engine.setup.rope)

@@ -106,8 +106,8 @@ def test_the_model_says_what_it_is(tiny_model: Path) -> None:
 
     arguments = f"pretrained={tiny_model},method=longheads,chunk_size=4,chunks=8,rope=linear,rope_factor=2"
     lm = LceLM.create_from_arg_string(arguments, {"device": "cuda:0", "max_batch_size": 4})
-    assert lm.engine.method == lce.methods.LongHeads(chunk_size=4, chunks=8).resolve(64)
-    assert lm.max_length is None  # no limit
+    method = lce.methods.LongHeads(chunk_size=4, chunks=8).resolve(64)
+    assert (lm.engine.method, lm.max_length) == (method, None), "no limit"
     about = lm.get_model_info()
     assert about["model_sha"] == lm.tokenizer_name == lm.engine.setup.fingerprint
     assert about["lce_engine"] == repr(lm.engine)
@@ -178,8 +178,7 @@ def test_tokens_are_those_of_transformers(lm: Any, tiny_model: Path) -> None:
 def test_the_prefix_and_bos_may_be_chosen(tiny_model: Path) -> None:
     engine = lce.load(tiny_model)
     lm = model_of(engine, prefix_token_id=7, add_bos_token=False, max_length=20)
-    assert lm.engine is engine
-    assert (lm.prefix_token_id, lm.max_length) == (7, 20)
+    assert (lm.engine is engine, lm.prefix_token_id, lm.max_length) == (True, 7, 20)
     assert lm.tok_encode("the") == engine.tokenizer.encode("the", bos=False)
     with pytest.raises(UsageError, match="unknown model argument 'method' beside an engine"):
         model_of(engine, method="longheads")

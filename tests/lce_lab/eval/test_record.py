@@ -34,9 +34,8 @@ def test_an_answer_to_another_prompt_is_not_given(tmp_path: Path) -> None:
     file = tmp_path / "answers"
     answer = Answer(True, text_hash("the prompt"), "x", "\x00 \ud800 y")
     Record(file).add(SAMPLE, answer)
-    assert Record(file).get(SAMPLE, "the prompt") == answer
-    assert Record(file).get(SAMPLE, "another prompt") is None
-    assert Record(file).get({**SAMPLE, "index": 2}, "the prompt") is None
+    asked = ((SAMPLE, "the prompt"), (SAMPLE, "another prompt"), ({**SAMPLE, "index": 2}, "the prompt"))
+    assert [Record(file).get(*each) for each in asked] == [answer, None, None]
 
 
 @pytest.mark.parametrize("cut", [*range(0, len(LINE), 7), len(LINE) - 1])

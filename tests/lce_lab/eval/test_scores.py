@@ -20,7 +20,6 @@ def test_wilson_interval() -> None:
 def test_a_plain_score_has_wilsons_interval_and_averages() -> None:
     score = Score.of([answer(i < 3, i, read_bytes=100 * i) for i in range(4)] + [Answer(True, document=9)])
     assert score == Score(5, 0.8, *wilson(4, 5), "Wilson", 150)
-    assert score.prompt_tokens is None
 
 
 def test_other_scores_are_drawn_again_by_document_whatever_their_order() -> None:

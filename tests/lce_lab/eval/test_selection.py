@@ -93,9 +93,7 @@ def test_what_was_measured_is_not_measured_again(model: str, tmp_path: Path, mon
 def test_means_are_by_layer_and_head() -> None:
     """Two texts; in the second, layer 0 had no fact to choose."""
     ours = {"queries": 1, "tokens": [[1.0, 2.0], [3.0, 4.0]], "scored_bytes": 0.0, "full_bytes": 8.0}
-    first = Attended(
-        recall=[[0.5, 1.0], [0.0, 0.0]], read_bytes=2.0, hit1=[[1.0, 0.0], [1.0, 1.0]], found=[0.5, 1.0], **ours
-    )
+    first = Attended(recall=[[0.5, 1], [0, 0]], read_bytes=2.0, hit1=[[1, 0], [1, 1]], found=[0.5, 1], **ours)
     other = Attended(recall=[[0.5, 0.0], [1.0, 1.0]], read_bytes=4.0, hit1=[[], [0.0, 1.0]], found=[0.7, 0.8], **ours)
     both = Selection.of("esa", 100, [first, other], "true", "own")
     assert (both.by_layer["recall"], both.by_layer["hit1"]) == ([[0.5, 0.5], [0.5, 0.5]], [[1.0, 0.0], [0.5, 1.0]])

@@ -50,9 +50,7 @@ def asked(document: str, answer: str = "7") -> Callable[[object], Iterable[Sampl
     ],
     ids=range(10),
 )
-def test_known_causes(
-    model: str, name: str, knobs: dict[str, Any], document: str, answer: str, cause: str, by: str | None
-) -> None:
+def test_known_causes(model: str, name: str, knobs: Any, document: str, answer: str, cause: str, by: Any) -> None:
     found = explain(model, make(name, knobs), asked(document, answer), length=len(document) + 2)
     verdict = found.verdicts[0]
     assert (verdict.cause, verdict.by) == (cause, by), verdict.answers

@@ -40,9 +40,8 @@ PRINTED = Printed.read(
     window=4096,
     label="x",
 )
-ENTRY = Entry(
-    "dca:table0", "", "", (CHUNKS, SCALED), (Answers(("pairs",), called=("x",)),), (PRINTED,), "scaled", "Avg", (1, 2.5)
-)
+MEASURE = Answers(("pairs",), called=("x",))
+ENTRY = Entry("dca:table0", "", "", (CHUNKS, SCALED), (MEASURE,), (PRINTED,), "scaled", "Avg", (1, 2.5))
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +180,7 @@ def test_rows_that_scale_rope_have_a_command_a_length(tiny_model: Path) -> None:
         made.format("160", tiny_model, "full --rope linear --rope-factor 2.5"),
     ]
     assert all("--longest 160" in command for command in Perplexity().commands(SCALED, [64, 160], setting))
-    (command,) = ENTRY.measures[0].commands(Row("fixed", "full", rope="yarn", factor=4.0), [64, 160], setting)
+    (command,) = MEASURE.commands(Row("fixed", "full", rope="yarn", factor=4.0), [64, 160], setting)
     assert command == made.format("64,160", tiny_model, "full --rope yarn --rope-factor 4.0")
 
 

@@ -34,9 +34,8 @@ def test_a_run_and_its_recording(live: Live) -> None:
     assert live.start({**ASKED, "off": [[0, 1]], "marks": ["bread"]}) == 1
     state = finished(live)
     assert (state["state"], state["id"]) == ("done", 1)
-    (run,) = state["recording"]["runs"]
-    assert (run["off"], len(run["generated"])) == ([[0, 1]], 2)
-    assert len(state["recording"]["marks"]) == 3
+    (run,), marks = state["recording"]["runs"], state["recording"]["marks"]
+    assert (run["off"], len(run["generated"]), len(marks)) == ([[0, 1]], 2, 3)
 
 
 def test_one_run_at_a_time_and_cancel(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

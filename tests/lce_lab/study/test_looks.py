@@ -45,9 +45,7 @@ def test_equals_the_definitions(name: str, knobs: dict[str, Any]) -> None:
                 assert (near, far) == (int(seen.min()), int(seen.max()))
 
 
-def check_head(
-    layer: dict[str, Any], found: dict[str, Any], head: int, row: Any, mask: Any, first: int, size: int, query: int
-) -> None:
+def check_head(layer: Any, found: Any, head: int, row: Any, mask: Any, first: int, size: int, query: int) -> None:
     """One head's look against its true attention `row [N]` and what it attends `mask [N]`."""
     chosen = layer["chosen"][head * len(layer["chosen"]) // HEADS] if layer["chosen"] else []
     shares = [float(row[first + c * size : first + (c + 1) * size].sum()) for c in chosen]
@@ -58,8 +56,7 @@ def check_head(
     masses = [float(row[first + c * size : first + (c + 1) * size].sum()) for c in range(n_chunks)]
     assert [mass for _, mass, _, _ in found["best"]] == pytest.approx(sorted(masses, reverse=True)[:8], **CLOSE)
     for c, mass, _, is_chosen in found["best"]:
-        assert mass == pytest.approx(masses[c], **CLOSE)
-        assert bool(is_chosen) == (c in chosen)
+        assert (mass, bool(is_chosen)) == (pytest.approx(masses[c], **CLOSE), c in chosen)
     for number, mass, _, share in found["marked"]:
         a, b = ((30, 34), (119, min(130, query + 1)))[number]
         assert mass == pytest.approx(float(row[a:b].sum()), **CLOSE)

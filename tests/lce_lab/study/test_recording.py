@@ -43,8 +43,7 @@ def test_choices_are_those_of_the_engine(recorded: dict[str, Any], tiny_model: P
                 for head, chosen in enumerate(each["chosen"]):
                     at = head * len(trace.chosen[0]) // len(each["chosen"])
                     row, ranks = trace.chosen[layer][at, query], trace.ranks[layer][at, query]
-                    assert chosen == row[row >= 0].tolist()
-                    assert each["ranks"][head] == ranks[row >= 0].tolist()
+                    assert (chosen, each["ranks"][head]) == (row[row >= 0].tolist(), ranks[row >= 0].tolist())
 
 
 def test_a_recording_is_what_was_run(recorded: dict[str, Any], tiny_model: Path) -> None:

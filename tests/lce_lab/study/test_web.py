@@ -15,9 +15,7 @@ from lce_lab.study.web_page import json_text, page, write_page
 from tests.lce_lab.study.recordings import choices, recording
 from tools.chromium import SHIFT, Browser, Page, chromium
 
-pytestmark = pytest.mark.skipif(
-    chromium() is None, reason="Chromium is not installed (Debian: apt-get install chromium)"
-)
+pytestmark = pytest.mark.skipif(chromium() is None, reason="Chromium is not installed: apt-get install chromium")
 
 MADE = recording()
 
@@ -75,7 +73,6 @@ def picked_head(on: Page) -> tuple[int, int]:
 
 
 def go(on: Page, query: int) -> None:
-    """Move the slider to a query."""
     choose(on, "slider", query, "input")
 
 

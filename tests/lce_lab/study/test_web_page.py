@@ -57,8 +57,7 @@ def test_a_page_has_everything_in_order() -> None:
     assert [text.strip() for _, text in found[1:]] == [(pages.WEB / name).read_text().strip() for name in names]
     live = Scripts(page("null", nonce="xyz", live={"base": "/t/"})).scripts
     assert [attrs.get("id") for attrs, _ in live[:2]] == ["lce-live", "lce-recording"]
-    assert {attrs.get("nonce") for attrs, _ in live[2:]} == {"xyz"}
-    assert json.loads(live[0][1]) == {"base": "/t/"}
+    assert ({attrs.get("nonce") for attrs, _ in live[2:]}, json.loads(live[0][1])) == ({"xyz"}, {"base": "/t/"})
     assert '<style nonce="xyz">' in page("null", nonce="xyz")
 
 

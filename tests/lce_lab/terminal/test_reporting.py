@@ -91,7 +91,6 @@ def test_the_means_of_methods_are_compared_on_the_same_samples(tmp_path: Path) -
 
 
 def test_eval_report_of_perplexities(tiny_model: Path, tmp_path: Path) -> None:
-    """A record of `lce eval perplexity`, beside one of answers."""
     pytest.importorskip("matplotlib")
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and then over the moon. " * 12)
     record, answers = tmp_path / "losses.jsonl", file(tmp_path / "answers.jsonl", line(0))

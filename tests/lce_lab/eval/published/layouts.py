@@ -94,9 +94,7 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
         "passage_retrieval_zh": Layout("passage_retrieval_zh.jsonl", _longbench(["段落7"], 3)),
     },
     "longbench-e": {"qasper": Layout("qasper_e.jsonl", _longbench(["red"], 3999, 4000, 8000))},
-    "longbench-v2": {
-        "longbench_v2": Layout("data.json", [_V2], lambda sample: f"The correct answer is ({sample.answers[0]})")
-    },
+    "longbench-v2": {"longbench_v2": Layout("data.json", [_V2], lambda x: f"The correct answer is ({x.answers[0]})")},
     "infinitebench": {
         "passkey": Layout("passkey.jsonl", _infinite(["71432"])),
         "longbook_choice_eng": Layout("longbook_choice_eng.jsonl", _infinite(["beta"], options=_OPTIONS)),
