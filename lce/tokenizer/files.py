@@ -31,6 +31,7 @@ MOST_WORD = 1000  # The most characters of a word for WordPiece, which takes qua
 MOST_VALUES = 8_000_000  # The most JSON values in a tokenizer.json. A vocabulary of 256,000 tokens has 2 million.
 MOST_AROUND = 64  # The most ids that a post-processor may add to a text. Published ones add up to three.
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_TEXT = re.compile("[^\ud800-\udfff]+")  # what a token may be: JSON can contain halves of surrogate pairs
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -67,16 +68,10 @@ class TokenizerConfig:
         config, own, older = (_object(read, where, name) for name in names)
         config |= {key: value for key, value in own.items() if value is not None}
         added, special_names = _tokens(config, older)  # older checkpoints have added tokens in a file of their own
-        return cls(
-            bos_token=_content(config.get("bos_token"), "bos_token"),
-            eos_token=_content(config.get("eos_token"), "eos_token"),
-            add_bos=_flag(config, "add_bos_token"),
-            add_eos=_flag(config, "add_eos_token"),
-            space_before_all=_flag(config, "legacy") is not False,
-            special_names=special_names,
-            added=added,
-            chat_template=_chat_template(read, where, config),
-        )
+        bos, eos = (_content(config.get(key), key) for key in ("bos_token", "eos_token"))
+        add_bos, add_eos, legacy = (_flag(config, key) for key in ("add_bos_token", "add_eos_token", "legacy"))
+        template = _chat_template(read, where, config)
+        return cls(bos, eos, add_bos, add_eos, legacy is not False, special_names, added, template)
 
 
 class JsonVocabulary:
@@ -203,14 +198,9 @@ def _content(value: object, key: str) -> str | None:
     content = value.get("content") if isinstance(value, dict) else value
     if value is None:
         return None
-    if isinstance(content, str) and _is_text(content):
+    if isinstance(content, str) and _TEXT.fullmatch(content):
         return content
     raise _unusable(key, value, 'a string or {"content": a string}')
-
-
-def _is_text(value: str) -> bool:
-    """Return whether a token is text: not empty, and without halves of surrogate pairs, which JSON can contain."""
-    return value != "" and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _flag(config: dict[str, Any], key: str) -> bool | None:
@@ -231,7 +221,7 @@ def _tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, in
         if isinstance(entry, dict) and entry.get("special") is True:
             special.append(token)
     for token, token_id in added.items():
-        if type(token_id) is not int or not 0 <= token_id < 2**32 or not _is_text(token):
+        if type(token_id) is not int or not 0 <= token_id < 2**32 or not _TEXT.fullmatch(token):
             raise _unusable("added_tokens.json", {token: token_id}, "a token and its id")
     for key in _LISTED:
         listed = config.get(key, [])

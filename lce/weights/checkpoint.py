@@ -1,8 +1,7 @@
 """A checkpoint's weights: safetensors files whose headers are checked in full before any data is read.
 
-Weights are converted while they are read: peak memory is the model in its final dtype, plus at most 64 MiB. No file is
-memory-mapped, so changes to a file after loading have no effect. A file that changes between the check of its header
-and the end of loading is refused.
+Weights are converted while they are read: peak memory is the model in its final dtype, plus at most 64 MiB. A file that
+changes between the check of its header and the end of loading is refused; later changes have no effect.
 """
 
 import functools

@@ -110,16 +110,12 @@ def _looked_up(packed: NDArray[np.uint8], table: tuple[int, ...]) -> NDArray[np.
     return np.frombuffer(bytearray(nibbles.data).translate(values), np.int8).reshape(nibbles.shape)
 
 
-def _k_scales(x: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return the six-bit `sub` and `submin [n, 8]` of Q4_K and Q5_K. The last four of each have bits in all words."""
+def _with_k_scales(x: Any, codes: NDArray[np.uint8]) -> Exploded:
+    """Add the six-bit `sub` and `submin [n, 8]` of Q4_K and Q5_K. The last four of each have bits in all words."""
     *lower, mixed = x["scales"].T
     pairs = [(word & 0x3F3F3F3F, mixed >> 4 * i & 0x0F0F0F0F | word >> 2 & 0x30303030) for i, word in enumerate(lower)]
     sub, submin = (np.stack(pair, axis=1).view(np.uint8) for pair in pairs)
-    return sub, submin
-
-
-def _nibbles(x: Any) -> NDArray[np.int8]:
-    return _fields(x["qs"], 4).view(np.int8)
+    return Exploded(codes.view(np.int8), x["d"], sub, x["dmin"], submin)
 
 
 def _five_bits(x: Any) -> NDArray[np.int8]:
@@ -139,15 +135,8 @@ def _q3_k(x: Any) -> Exploded:
     return Exploded(codes.view(np.int8) - np.int8(4), x["d"], sub.view(np.int8) - np.int8(32))
 
 
-def _q4_k(x: Any) -> Exploded:
-    sub, submin = _k_scales(x)
-    return Exploded(_nibbles(x), x["d"], sub, x["dmin"], submin)
-
-
 def _q5_k(x: Any) -> Exploded:
-    sub, submin = _k_scales(x)
-    codes = _fields(x["qs"], 4) | _fields(x["qh"], 1, up=4)
-    return Exploded(codes.view(np.int8), x["d"], sub, x["dmin"], submin)
+    return _with_k_scales(x, _fields(x["qs"], 4) | _fields(x["qh"], 1, up=4))
 
 
 def _q6_k(x: Any) -> Exploded:
@@ -171,14 +160,14 @@ def _mxfp4(x: Any) -> Exploded:
 _D, _DMIN, _M, _FIFTH = ("d", "<f2"), ("dmin", "<f2"), ("m", "<f2"), ("qh", "u1", 4)
 _QS, _LONG, _SCALES = ("qs", "u1", (1, 16)), ("qs", "u1", (4, 32)), ("scales", "<u4", 3)
 _QUANTISED: tuple[tuple[str, int, int, tuple[int, int], Callable[[Any], Exploded], list[Any]], ...] = (
-    ("Q4_0", 2, 32, (-8, 7), lambda x: Exploded(_nibbles(x) - np.int8(8), x["d"]), [_D, _QS]),
-    ("Q4_1", 3, 32, (0, 15), lambda x: Exploded(_nibbles(x), x["d"], dmin=x["m"]), [_D, _M, _QS]),
+    ("Q4_0", 2, 32, (-8, 7), lambda x: Exploded(_fields(x["qs"], 4).view(np.int8) - np.int8(8), x["d"]), [_D, _QS]),
+    ("Q4_1", 3, 32, (0, 15), lambda x: Exploded(_fields(x["qs"], 4).view("i1"), x["d"], dmin=x["m"]), [_D, _M, _QS]),
     ("Q5_0", 6, 32, (-16, 15), lambda x: Exploded(_five_bits(x) - np.int8(16), x["d"]), [_D, _FIFTH, _QS]),
     ("Q5_1", 7, 32, (0, 31), lambda x: Exploded(_five_bits(x), x["d"], dmin=x["m"]), [_D, _M, _FIFTH, _QS]),
     ("Q8_0", 8, 32, (-128, 127), lambda x: Exploded(np.ascontiguousarray(x["qs"]), x["d"]), [_D, ("qs", "i1", 32)]),
     ("Q2_K", 10, 256, (0, 3), _q2_k, [("scales", "u1", 16), ("qs", "u1", (2, 32)), _D, _DMIN]),
     ("Q3_K", 11, 256, (-4, 3), _q3_k, [("hmask", "u1", (1, 32)), ("qs", "u1", (2, 32)), _SCALES, _D]),
-    ("Q4_K", 12, 256, (0, 15), _q4_k, [_D, _DMIN, _SCALES, _LONG]),
+    ("Q4_K", 12, 256, (0, 15), lambda x: _with_k_scales(x, _fields(x["qs"], 4)), [_D, _DMIN, _SCALES, _LONG]),
     ("Q5_K", 13, 256, (0, 31), _q5_k, [_D, _DMIN, _SCALES, ("qh", "u1", (1, 32)), _LONG]),
     ("Q6_K", 14, 256, (-32, 31), _q6_k, [("ql", "u1", (2, 64)), ("qh", "u1", (2, 32)), ("scales", "i1", 16), _D]),
     ("IQ4_NL", 20, 32, (-127, 113), lambda x: Exploded(_looked_up(x["qs"], _IQ4), x["d"]), [_D, _QS]),

@@ -134,8 +134,7 @@ class Snapshot:
         folder = _repository(model.repo) / "snapshots" / commit
         if not _COMMIT.fullmatch(commit) or not folder.is_dir():
             return None
-        files = (Path(base, name) for base, _, names in os.walk(folder) for name in names)
-        found = (str(file.relative_to(folder)) for file in files if file.is_file())
+        found = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         return cls(model, commit, frozenset(filter(_NAME.fullmatch, found)), small_only)
 
     @classmethod

@@ -266,16 +266,13 @@ def checksums(data: NDArray[np.uint8]) -> list[str]:
 
 
 def _read(raw: Tensor, part: Tensor, name: str, info: TensorInfo, descriptor: int, number: int) -> Copies:
-    """Read piece `number` of a stored tensor into `raw`. Return what is to be copied to `part`, unless `raw` is `part`.
-
-    The bits of a float, read as an integer, grow with its absolute value: the largest signed integer is that of the
-    largest positive float, the largest unsigned one that of the negative float of largest magnitude.
-    """
+    """Read piece `number` of a stored tensor into `raw`. Return what to copy to `part`, unless `raw` is `part`."""
     array = raw.view(torch.uint8).numpy()
     read_into(memoryview(array), descriptor, info.start + number * PIECE, info.file)  # type: ignore[arg-type]
     if info.checks and [info.checks[number]] != checksums(array):
         raise Damaged(info.file, f"tensor {shown(name)} disagrees with its checksum", AGAIN)
     if info.dtype in DTYPES:
+        # As an integer, a float's bits grow with its magnitude: signed for positive floats, unsigned for negative ones.
         bits, limit = 8 * raw.itemsize, _TOO_LARGE[info.dtype, part.dtype]
         if array.view(f"i{bits // 8}").max() >= limit or array.view(f"u{bits // 8}").max() >= limit + (1 << bits - 1):
             raise unfit(info, name, part.dtype, limit != _TOO_LARGE[info.dtype, torch.float32])
