@@ -3,8 +3,6 @@
 Heavy modules are imported inside the functions, so that `--help` answers at once.
 """
 
-from __future__ import annotations  # so that `lce.Engine` imports nothing yet
-
 from pathlib import Path
 from typing import Any, NoReturn
 

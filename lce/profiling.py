@@ -148,7 +148,7 @@ def count_compared(clock: _Clock, out: Tensor, *_: Any) -> None:
 
 
 def n_pairs(n_queries: int, n_keys: int, causal: bool, window: int | None = None) -> int:
-    """Return the number of pairs of a query and a key that it sees: 10 of 2 and 5, 9 if causal, 6 in a window of 3."""
+    """Return how many keys the queries see in all: 10 for 2 queries and 5 keys, 9 if causal, 6 in a window of 3."""
     if not causal:
         return n_queries * n_keys
     most = n_keys if window is None else window

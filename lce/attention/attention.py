@@ -135,7 +135,7 @@ class Attention(ABC):
         self.grouped(queries, counts, order, k, v, into)
 
     def grouped(self, queries: SlotQueries, count: Tensor, order: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        """Compute `dispatch` for rows sorted by tile, `order [A]`, of which tile e has `count[e]`. Others come last.
+        """Do what `dispatch` does. `order [A]` has the rows sorted by tile: `count[e]` of tile e; rows of no tile last.
 
         Tiles with similar numbers of rows share a batched call, padded by a quarter at most, so that about a dozen
         calls suffice. Time: O(A · L · D). Memory: about `AT_ONCE` bytes of queries and keys.

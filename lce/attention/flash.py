@@ -9,7 +9,7 @@ from lce.attention.compiled import Compiled
 
 
 class Flash(Compiled):
-    """The backend that runs flash-attn on CUDA in half precision; elsewhere the `compiled` backend."""
+    """The backend that runs flash-attn on CUDA in half precision; elsewhere it does what `compiled` does."""
 
     name = "flash"
     speed, for_gpus = 3, True

@@ -101,7 +101,7 @@ def _summed(scores: Tensor, together: int) -> Tensor:
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
     """Return the products `[t, n]` of low-dim queries `q [t, R]` with keys `k [n, R]`, stored token by token.
 
-    On CPUs they are float32, in `into`, if given: `scores_size` numbers, for all layers because new memory is slow.
+    On CPUs they are float32, written to `into`, if given: `scores_size` numbers, reused because new memory is slow.
     """
     if len(q) == 1 or not compiled_for(k) or k.shape[1] % 2:
         return dot_products(q[None], k[None])[0]

@@ -61,9 +61,9 @@ class Runs:
 class SlotQueries:
     """Queries `q [H, T, D]` rotated for each of K slots: row `(h·T + t)·K + s` is `q[h, t]` rotated by `turns[t, s]`.
 
-    `turns` are rotations `[T, K, D/2]`, or `[T, 1, D/2]` if one rotation serves all slots. Rows are rotated when they
-    are taken, so that K copies of `q` never take memory; all together if they fit in `AT_ONCE` bytes, or one serves
-    all. `n_sharing` query heads share a KV head (None: any number may), so a tile has at most `most_rows` rows.
+    `turns` are rotations `[T, K, D/2]`, or `[T, 1, D/2]` if one serves all slots. All rows are rotated at once if one
+    rotation serves all slots, or if they fit in `AT_ONCE` bytes. Other rows are rotated when they are taken, as K
+    copies of `q` take much memory. A tile has at most `most_rows` rows if `n_sharing` query heads share a KV head.
     """
 
     def __init__(self, q: Tensor, turns: Turn, n_slots: int, n_sharing: int | None = None) -> None:

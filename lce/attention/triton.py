@@ -12,7 +12,7 @@ from lce.attention.tiles import Runs, SlotQueries
 
 
 class Triton(Compiled):
-    """The backend that runs `lce.kernels.cuda` on CUDA; elsewhere, for other dtypes and head sizes, `compiled`."""
+    """The backend that runs Triton kernels on CUDA. Where they do not fit, it does what the `compiled` backend does."""
 
     name = "triton"
     speed, for_gpus = 4, True

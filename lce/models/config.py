@@ -266,7 +266,7 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer. No option scales a sliding window's RoPE: such a kind has one of its own here."""
+        """The kind of each layer. A kind with a sliding window has the checkpoint's RoPE, which no option scales."""
         found = self.layer_kinds or (LayerKind(),) * self.n_layers
         return tuple(replace(x, rope=x.rope or self.rope) if x.sliding_window is not None else x for x in found)
 

@@ -200,7 +200,7 @@ def gate_mul(x: Tensor, gate: Gate) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SummedMatrix:
-    """A matrix of which this rank has the columns `own`, and that part of x alone. Ranks add their sums in float32."""
+    """A matrix whose columns are divided: this rank has `own`, and those columns of x. Sums are added in float32."""
 
     own: Matrix
     ranks: Ranks

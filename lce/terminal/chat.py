@@ -1,7 +1,5 @@
 """`lce chat`: the conversation at a terminal or through a pipe, and the chat options of `lce generate`."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -45,7 +43,7 @@ TURNS_SHOWN = 3  # A chat that goes on shows this many of its last turns.
 class ChatLoop:
     """A loop that reads messages (lines, pasted texts, lines between `QUOTES`) and commands, and writes answers."""
 
-    conversation: lce.Conversation
+    conversation: "lce.Conversation"
     output: Output
     answering: dict[str, Any]  # options of `Conversation.stream`
     files: list[str] = field(default_factory=list)  # the texts of files that go before the next message
@@ -191,7 +189,7 @@ def keyboard() -> Iterator[None]:
         termios.tcsetattr(stdin, termios.TCSANOW, before)
 
 
-def turns_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, str]]:
+def turns_of(tokenizer: "Tokenizer", token_ids: Sequence[int]) -> list[tuple[str, str]]:
     """Return the questions and answers in the tokens of a chat, as far as the chat template marks them."""
     names = {"user": "This was asked.", "assistant": "This was said."}
     messages = [{"role": role, "content": names[role]} for role in ("user", "assistant", "user")]
@@ -205,7 +203,7 @@ def turns_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, 
     return [(question.strip(), answer.strip()) for question, answer in turns]
 
 
-def chat_sampling(engine: lce.Engine, given: Mapping[str, Any], output: Output) -> lce.Sampling:
+def chat_sampling(engine: "lce.Engine", given: Mapping[str, Any], output: Output) -> "lce.Sampling":
     """Return and print a chat's sampling: the options `given`, else the model's own, else `MILD`; greedy at 0."""
     if given.get("temperature") == 0:
         return options.seeded(lce.Sampling(**given))

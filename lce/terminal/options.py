@@ -5,8 +5,6 @@ command: the flags of sampling arrive as one `lce.Sampling`, `--method` and its 
 happens when the command runs, so that `--help` imports nothing heavy.
 """
 
-from __future__ import annotations  # so that `lce.Engine` imports nothing yet
-
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +14,6 @@ from typing import Any, NamedTuple
 import click
 from click import argument, option
 
-import lce
 from lce.engine.arguments import Sampling
 from lce.engine.options import Counted, LoadOptions, Record, SizeOptions, options_of
 from lce.errors import LceError, UsageError, shown
@@ -138,7 +135,7 @@ def _note_loading(ctx: click.Context, _param: click.Parameter, model: str) -> st
     return model
 
 
-def seeded(sampling: lce.Sampling) -> lce.Sampling:
+def seeded(sampling: Sampling) -> Sampling:
     """Return `sampling`. Print a note if it has a seed that changes nothing."""
     if sampling.seed is not None and sampling.temperature == 0:
         note("--seed changes nothing at temperature 0, which takes the likeliest token; give --temperature too")
@@ -211,7 +208,7 @@ prompt_options = packed("prompt", read_prompt, *PROMPT)
 given_prompt_options = packed("prompt", dict, *PROMPT)
 planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knobs_option, _PREFILL_METHOD)
 method_or_context_options = packed("method", dict, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
-sampling_options = packed("sampling", lambda **own: seeded(lce.Sampling(**own)), *flags_of(Sampling).values())
+sampling_options = packed("sampling", lambda **own: seeded(Sampling(**own)), *flags_of(Sampling).values())
 given_sampling_options = packed(  # the options that the command line names; `chat_sampling` checks them later
     "sampling",
     lambda **own: {name: value for name, value in own.items() if value not in (None, ())},

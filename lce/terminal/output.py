@@ -1,7 +1,5 @@
 """Writes a command's output: the result to stdout, as text, tables or JSON, and progress and figures to stderr."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -140,7 +138,7 @@ class Output:
         if not self.quiet:
             tell(line)
 
-    def generation(self, stream: Stream) -> None:
+    def generation(self, stream: "Stream") -> None:
         """Run a generation; except under --json write its text to stdout as it comes, with a line break at its end."""
         ends_line = False
         try:
@@ -155,14 +153,14 @@ class Output:
                 click.echo()
 
 
-def generation_line(stats: Stats) -> str:
+def generation_line(stats: "Stats") -> str:
     """Return the line of speeds and sizes that is printed after a generation."""
     speed = stats.decode_tokens_per_s  # 0 for fewer than two tokens
     first = f"first token {stats.first_token_s:.2f} s"
     return prefill_line(stats, first, *([f"decode {speed:,.1f} tok/s"] if speed else []))
 
 
-def prefill_line(stats: Stats, *more: str) -> str:
+def prefill_line(stats: "Stats", *more: str) -> str:
     """Return the line of speeds and sizes that is printed after a prefill, with `more` parts."""
     before = f" ({stats.read_before:,} read before)" if stats.read_before else ""
     prefill = f"{stats.read_before + stats.prompt_tokens:,} prompt tokens{before}"
@@ -171,7 +169,7 @@ def prefill_line(stats: Stats, *more: str) -> str:
     return " | ".join([prefill, speed, *spent, *more, memory_text(stats)])
 
 
-def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
+def memory_text(stats: "Stats", peaks: Mapping[str, int] | None = None) -> str:
     """Return a text with the cache's size in each tier, the peak memory, and the traffic of each tier."""
     held = {tier: size for tier, size in stats.memory.items() if size} or stats.memory
     cache = ", ".join(f"{tier} {size_text(size)}" for tier, size in held.items())
@@ -180,7 +178,7 @@ def memory_text(stats: Stats, peaks: Mapping[str, int] | None = None) -> str:
     return f"cache: {cache} | peak memory: {peak}{traffic}"
 
 
-def _traffic_text(traffic: Traffic) -> str:
+def _traffic_text(traffic: "Traffic") -> str:
     """Return the traffic of one tier, such as `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
     requests = traffic.hits + traffic.misses
     hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
@@ -188,7 +186,7 @@ def _traffic_text(traffic: Traffic) -> str:
     return f"{hits}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
 
 
-def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: Tokenizer) -> str:
+def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: "Tokenizer") -> str:
     """Return a line for an empty answer, or for a prompt that does not use the model's chat template; else ""."""
     template = isinstance(prompt, str) and tokenizer.chat_template is not None and not tokenizer.has_control(prompt)
     parts = [] if answer.strip() else ["the answer is empty"]

@@ -1,7 +1,5 @@
 """Reads what a command line names: texts and messages, in files and stdin, and methods, models and context files."""
 
-from __future__ import annotations  # so that `lce.Engine` imports nothing yet
-
 import os
 import sys
 from collections.abc import Mapping
@@ -133,7 +131,7 @@ class Opening:
     knobs: Mapping[str, str] = field(default_factory=dict)
     prefill_method: str | None = None
 
-    def load(self, text: str | None = None, more: int = 0, least: int = 0) -> tuple[lce.Engine, lce.Context | None]:
+    def load(self, text: str | None = None, more: int = 0, least: int = 0) -> "tuple[lce.Engine, lce.Context | None]":
         """Return an engine, and the context opened from the context file; without a file, an engine and None.
 
         With a file, the engine has the file's options, overridden by those of the command line. Without a file, the
@@ -148,7 +146,7 @@ class Opening:
         how: Any = {"length": length, **named_methods(name, self.knobs, self.prefill_method), **self.loading}
         return lce.load(self.model, **how), None
 
-    def _opened(self, context_file: str) -> tuple[lce.Engine, lce.Context]:
+    def _opened(self, context_file: str) -> "tuple[lce.Engine, lce.Context]":
         from lce.engine.info import describe
         from lce.methods.wrapped import BETWEEN, PREFILL
 
@@ -202,7 +200,7 @@ def method_name(method: str) -> str:
     return lce.methods.from_file(method).name
 
 
-def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str, Any]:
+def continued(context: "lce.ContextInfo", loading: Mapping[str, Any]) -> dict[str, Any]:
     """Return `loading`, options of `lce.load`, with missing options taken from a context file."""
     own: dict[str, Any] = {"window": context.window, "dtype": context.dtype, "weights": context.weights or "auto"}
     own["kv_dtype"] = context.kv_dtype if context.kv_dtype in ("int8", "int8-device") else "auto"
@@ -211,7 +209,7 @@ def continued(context: lce.ContextInfo, loading: Mapping[str, Any]) -> dict[str,
     return {**loading, **{name: value for name, value in own.items() if loading.get(name) in (None, "auto")}}
 
 
-def ends(model: str, context: lce.ContextInfo, n_tokens: int = 24) -> tuple[str, str]:
+def ends(model: str, context: "lce.ContextInfo", n_tokens: int = 24) -> tuple[str, str]:
     """Return the first and the last `n_tokens` tokens of a context as text, decoded by the model that read them."""
     engine, opened = Opening(model, str(context.path), {}).load()
     ids = opened.token_ids if opened is not None else []
