@@ -145,6 +145,13 @@ def rounded(x: Tensor, size: int) -> Tensor:
     return (chunks / 64).flatten(0, 1).view(*x.shape[:-2], whole, x.shape[-1])[..., : x.shape[-2], :]
 
 
+def keys_of(layout: CacheLayout, n: int, seed: int = 0) -> Tensor:
+    """Keys `[layers, G, n, D]`, the same in 8 bits. A longer text has the same first ones."""
+    shape = (layout.n_layers, max(n, 400), layout.n_kv_heads, layout.head_dim)
+    keys = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).transpose(1, 2)
+    return rounded(keys, layout.chunk_size)[:, :, :n].to(layout.dtype)
+
+
 def assert_are(found: Iterable[Tensor], keys: Tensor) -> None:
     """The keys, and values that are their negatives."""
     k, v = found

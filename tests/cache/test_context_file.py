@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from lce.cache.context_file import Draft, Snapshot, open_snapshot, restored, row_entries, write_rows
 from lce.cache.kv import KVCache
@@ -24,7 +23,7 @@ from lce.cache.method_state import MethodState, OpenChunk, RecentRows, Staged, S
 from lce.errors import CapacityError, DataError
 from tests.depth import pairs
 from tests.late import disks_of
-from tests.running import assert_are, rounded
+from tests.running import assert_are, keys_of
 
 N = 77  # tokens, the last chunk incomplete
 
@@ -44,16 +43,9 @@ CPU = torch.device("cpu")
 LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8, 3, 9), block=10, make_state=states)
 
 
-def text(n: int, layout: CacheLayout = LAYOUT) -> Tensor:
-    """Keys `[layers, G, n, D]`, the same in 8 bits. A longer text has the same first ones."""
-    shape = (layout.n_layers, 400, layout.n_kv_heads, layout.head_dim)
-    keys = torch.randn(shape, generator=torch.Generator().manual_seed(3)).transpose(1, 2)
-    return rounded(keys, layout.chunk_size)[:, :, :n].to(layout.dtype)
-
-
 def append(cache: KVCache, stop: int, *, commit: bool = True, n_layers: int | None = None) -> None:
-    """Append `text(stop)` from the cache's length on in blocks of 10; `n_layers` of the last block, or all."""
-    k, size = text(stop, cache.layout), cache.layout.chunk_size
+    """Append keys from the cache's length on in blocks of 10; `n_layers` of the last block, or all."""
+    k, size = keys_of(cache.layout, stop), cache.layout.chunk_size
     for start in range(cache.length, stop, 10):
         end = min(start + 10, stop)
         cache.reserve(end)
@@ -75,7 +67,7 @@ def append(cache: KVCache, stop: int, *, commit: bool = True, n_layers: int | No
 
 def check(cache: KVCache, n: int) -> None:
     assert cache.length == n
-    k, size = text(n, cache.layout), cache.layout.chunk_size
+    k, size = keys_of(cache.layout, n), cache.layout.chunk_size
     for layer in cache.layers:
         ours = k[layer.index]
         assert_are(layer.span(0, n), ours)
@@ -134,10 +126,10 @@ def test_it_is_an_ordinary_safetensors_file(layout: CacheLayout, tmp_path: Path)
         if layout.format.rounds:
             pages = kv.unflatten(1, (-1, layout.format.page_rows)).flatten(0, 1)
             keys = layout.format.unpack(pages)[0].unflatten(0, (layout.n_groups, -1)).transpose(1, 2)
-            assert torch.equal(keys.flatten(0, 1).flatten(1, 2), text(layout.old(N), layout)[layer])
-            assert torch.equal(tensors[f"unrounded/{layer}"][0], text(N, layout)[layer][:, layout.old(N) :])
+            assert torch.equal(keys.flatten(0, 1).flatten(1, 2), keys_of(layout, layout.old(N))[layer])
+            assert torch.equal(tensors[f"unrounded/{layer}"][0], keys_of(layout, N)[layer][:, layout.old(N) :])
         else:
-            assert torch.equal(kv[:, :, 0].transpose(1, 2).flatten(0, 1), text(N, layout)[layer])
+            assert torch.equal(kv[:, :, 0].transpose(1, 2).flatten(0, 1), keys_of(layout, N)[layer])
         assert tensors.pop(f"layers.{layer}.checks").shape == shape[:2]
     assert tensors.keys() == cache.tensors().keys()
     assert all(torch.equal(x, tensors[name]) for name, x in cache.tensors().items())

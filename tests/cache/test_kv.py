@@ -21,7 +21,7 @@ from lce.cache.limits import Limits
 from lce.cache.method_state import MethodState, Staged, Summaries
 from lce.errors import CapacityError, UsageError
 from lce.sizes import size_text
-from tests.running import assert_are
+from tests.running import assert_are, keys_of
 
 CPU = torch.device("cpu")
 
@@ -124,20 +124,16 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_truncated_cache_is_as_if_no_more_had_been_read(data: st.DataObject, tiered: bool) -> None:
     with TemporaryDirectory() as folder:
-        cache, k, start = KVCache.empty(tight(Path(folder)) if tiered else SMALL), text(0), 0
+        cache, k, start = KVCache.empty(tight(Path(folder)) if tiered else SMALL), keys_of(SMALL, 0), 0
         for seed in range(data.draw(st.integers(1, 4))):
             stop = start + data.draw(st.integers(0, 150))
-            k = torch.cat((k[:, :, :start], other(seed, stop - start)), dim=2)
+            k = torch.cat((k[:, :, :start], keys_of(SMALL, stop - start, seed)), dim=2)
             append_text(cache, k, start)
             assert_has(cache, k)
             start = data.draw(st.integers(0, stop))
             cache.truncate(start)
             assert_has(cache, k[:, :, :start])
             assert_has(cache.fork(), k[:, :, :start])
-
-
-def other(seed: int, n: int) -> Tensor:
-    return torch.randn(3, 2, n, 4, generator=torch.Generator().manual_seed(seed))
 
 
 def append_text(cache: KVCache, k: Tensor, start: int) -> None:
@@ -233,12 +229,7 @@ def test_tiles_are_the_chunks_they_stand_for(data: st.DataObject, apart: bool, t
 
 
 def filled(cache: KVCache, n: int, start: int = 0) -> None:
-    append_text(cache, text(n), start)
-
-
-def text(n: int) -> Tensor:
-    """Keys `[layers, G, n, D]`, of which a longer text has the same first ones."""
-    return torch.randn(3, 400, 2, 4, generator=torch.Generator().manual_seed(7))[:, :n].transpose(1, 2)
+    append_text(cache, keys_of(SMALL, n), start)
 
 
 def test_a_cache_that_outgrows_its_budget_becomes_tiered(tmp_path: Path) -> None:
@@ -253,9 +244,9 @@ def test_a_cache_that_outgrows_its_budget_becomes_tiered(tmp_path: Path) -> None
     assert all(layer.stack is cache.stacks[0] for layer in cache.layers)
     assert all(layer.buffer.capacity == Limits(layout).recent_tokens for layer in cache.layers)
     assert all(120 - layer.buffer.first >= layout.access.local for layer in cache.layers)
-    assert_has(cache, text(120))
+    assert_has(cache, keys_of(SMALL, 120))
     assert (list(cache.traffic), (copy.stacks, cache.in_file)) == (["device", "disk"], ([], 0))
-    assert_has(copy, text(Limits(layout).resident_tokens))
+    assert_has(copy, keys_of(SMALL, Limits(layout).resident_tokens))
     with pytest.raises(AssertionError, match="everything is in the buffer"):
         _ = copy.layers[0].tiers
 
@@ -275,13 +266,13 @@ def test_an_opened_cache_grows_at_the_cost_of_its_pool(tmp_path: Path) -> None:
     assert cache.stacks
     assert not cache.growing
     slots, n = [cache.stacks[0].top.n_slots], 100
-    assert_has(cache, text(100))
+    assert_has(cache, keys_of(SMALL, 100))
     with pytest.raises(CapacityError, match=f"^a budget of {size_text(budget)} for keys"):  # noqa: PT012  # any of them may be it
         while n < 400:
             counted = cache.traffic["device"].bytes_in
             filled(cache, n + 10, n)
             n += 10
-            assert_has(cache, text(n))
+            assert_has(cache, keys_of(SMALL, n))
             assert cache.traffic["device"].bytes_in >= counted > 0
             slots.append(cache.stacks[0].top.n_slots)
             held = sum(layer.buffer.n_bytes for layer in cache.layers) + cache.stacks[0].top.n_bytes
@@ -289,5 +280,5 @@ def test_an_opened_cache_grows_at_the_cost_of_its_pool(tmp_path: Path) -> None:
     assert n > 150
     assert slots == sorted(slots, reverse=True)
     assert slots[0] > slots[-1] >= 1
-    assert_has(cache, text(n))
-    assert_has(cache.fork(), text(n))
+    assert_has(cache, keys_of(SMALL, n))
+    assert_has(cache.fork(), keys_of(SMALL, n))

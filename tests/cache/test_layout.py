@@ -26,7 +26,7 @@ from lce.methods import Driver, Rope, RopeConfig, make
 from lce.sizes import enough_text
 from tests.depth import pairs
 from tests.late import LateDevice, disks_of, no_gpu
-from tests.running import assert_are, cut, rounded, vectors
+from tests.running import assert_are, cut, keys_of, vectors
 
 CPU = torch.device("cpu")
 LAYOUT = CacheLayout(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8))
@@ -37,13 +37,6 @@ KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 
 def with_host(layout: CacheLayout, host: int, folder: Path | None = None) -> CacheLayout:
     return replace(layout, budgets=Budgets(host=host, spill_dir=folder))
-
-
-def text(n: int, layout: CacheLayout) -> Tensor:
-    """Keys `[layers, G, N, D]`, which are the same in 8 bits."""
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(layout.n_layers, layout.n_kv_heads, n, layout.head_dim, generator=generator)
-    return rounded(keys, layout.chunk_size)
 
 
 def read(cache: KVCache, keys: Tensor, start: int, stop: int) -> None:
@@ -98,7 +91,7 @@ def test_spans_are_cut_at_whole_chunks() -> None:
 
 
 @given(data=st.data(), sinks=st.integers(0, 20), local=st.integers(0, 20), block=st.integers(1, 20), each=st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_the_least_budget_is_the_least(data: st.DataObject, sinks: int, local: int, block: int, each: bool) -> None:
     n_layers, n_kv_heads = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
     access = AccessPattern(data.draw(st.integers(1, 9)), sinks, local, each)
@@ -107,7 +100,7 @@ def test_the_least_budget_is_the_least(data: st.DataObject, sinks: int, local: i
         least = Limits(plain).least_budget
         layout = with_host(plain, least, Path(folder))
         n = least // layout.token_bytes + 40
-        keys, cache = text(n, layout), KVCache.empty(layout)
+        keys, cache = keys_of(layout, n), KVCache.empty(layout)
         for start in range(0, n, block):
             read(cache, keys, start, min(start + block, n))
             assert in_memory(cache) <= least
@@ -151,7 +144,7 @@ def test_without_a_folder_a_text_that_does_not_fit_is_refused() -> None:
     )
     with pytest.raises(CapacityError, match=said + r" larger budget\Z"):
         cache.reserve(97)
-    read(cache, text(96, LAYOUT), 0, 96)
+    read(cache, keys_of(LAYOUT, 96), 0, 96)
 
 
 @KV_DTYPES
@@ -163,7 +156,7 @@ def test_reserved_space_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     layout = with_host(layout, Limits(layout).least_budget + chunks * CHUNK, tmp_path)
     cache = KVCache.empty(layout, 200)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("more space was asked for"))
-    keys = text(200, layout)
+    keys = keys_of(layout, 200)
     for start in range(0, 200, 10):
         read(cache, keys, start, start + 10)
     assert cache.stacks
@@ -229,7 +222,7 @@ LENGTHS = [7, 100, 231, 300]
 @pytest.mark.covering
 def test_what_is_needed_on_a_cpu_is_what_is_held(tmp_path: Path, n: int, apart: bool, kv_dtype: str) -> None:
     layout = replace(LAYOUT, access=AccessPattern(8, 3, 9, apart), block=10, kv_dtype=kv_dtype)
-    budget, keys = Limits(layout).least_budget + 3 * CHUNK + 5, text(n, layout)
+    budget, keys = Limits(layout).least_budget + 3 * CHUNK + 5, keys_of(layout, n)
     for folder in (None, tmp_path):
         planned = with_host(layout, budget, folder)
         needs = Limits(planned).needs(n)
@@ -255,7 +248,7 @@ def test_what_is_needed_beside_a_gpu_is_at_least_what_is_held(
     layout = LateDevice(3, 4, 2, 4, torch.float32, CPU, AccessPattern(8, 3, 9), block=10, kv_dtype=kv_dtype)
     budgets = Budgets(Limits(layout).least_budget + 2 * CHUNK, host and host * CHUNK, tmp_path if folder else None)
     layout = replace(layout, budgets=budgets)
-    keys, needs = text(n, layout), Limits(layout).needs(n)
+    keys, needs = keys_of(layout, n), Limits(layout).needs(n)
     try:
         cache = KVCache.empty(layout, n)
     except CapacityError:
@@ -284,7 +277,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("block", [1, 7, 64])
+@pytest.mark.parametrize("block", [1, pytest.param(7, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.covering
 def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int) -> None:
@@ -307,7 +300,7 @@ def test_what_a_method_keeps_is_bounded_before_it_is_read(name: str, block: int)
 def test_a_folder_without_the_space_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = replace(LAYOUT, block=4)
     cache = KVCache.empty(with_host(layout, Limits(layout).least_budget, tmp_path))
-    keys = text(200, LAYOUT)
+    keys = keys_of(LAYOUT, 200)
     read(cache, keys, 0, 16)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))

@@ -133,13 +133,9 @@ def test_a_file_of_a_checkpoint_stands_for_its_folder(tiny_model: Path, tmp_path
         assert lce.plan(tiny_model / name, tokens=5).fits
     shards = shutil.copytree(tiny_model, tmp_path / "shards")
     first = (shards / "model.safetensors").rename(shards / "model-00001-of-00001.safetensors")
-    index = {"weight_map": dict.fromkeys(load_file(first), first.name)}
-    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert (
-        lce.load(first).setup.fingerprint
-        == lce.load(shards / "model.safetensors.index.json").setup.fingerprint
-        == whole
-    )
+    index = shards / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(first), first.name)}))
+    assert lce.load(first).setup.fingerprint == lce.load(index).setup.fingerprint == whole
     shutil.copy(tiny_model / "model.safetensors", tmp_path)
     with pytest.raises(ModelError, match="is not a folder; expected a checkpoint's folder with a config"):
         lce.load(tmp_path / "model.safetensors")

@@ -44,11 +44,8 @@ PLACES = cases(
     "placement=side_by_side, placement=true, placement=constant, placement=grouped placement.group=3, "
     "placement=dual placement.chunk_size=20"
 )
-PLANE = [
-    select | place | as_knobs("page=4 budget=32 budget.sinks=5 budget.local=7")
-    for select in SELECTS
-    for place in PLACES
-]
+SIZES = as_knobs("page=4 budget=32 budget.sinks=5 budget.local=7")
+PLANE = [select | place | SIZES for select in SELECTS for place in PLACES]
 # Knobs that every method is also tested with, besides its defaults.
 KNOBS: dict[str, list[dict[str, object]]] = {
     "dca": cases(

@@ -26,11 +26,7 @@ SAME = {"page": L, "budget": 6 * L, "budget.sinks": L, "budget.local": L}
         ("longheads", "chunks=6", "select=summary placement=side_by_side"),
         ("longheads", "chunks=6 share=group top_p=0.5", "select=summary share=group budget.top_p=0.5"),
         ("longheads", "chunks=6 placement=true share=layer", "select=summary placement=true share=layer"),
-        (
-            "longheads",
-            "chunks=6 placement=constant keep_last=False",
-            "select=summary budget.local=0 placement=constant",
-        ),
+        ("longheads", "chunks=6 placement=constant keep_last=no", "select=summary budget.local=0 placement=constant"),
         ("longheads", "chunks=3", "select=summary budget=12"),
         ("oracle", "chunks=6 judge=true", "select=oracle select.judge=true"),
         ("oracle", "chunks=6 placement=true keep_first=False", "select=oracle placement=true budget.sinks=0"),

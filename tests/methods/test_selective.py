@@ -13,24 +13,12 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.errors import UsageError
 from lce.kernels.cuda import launching
-from lce.methods import (
-    Budget,
-    Driver,
-    LongHeads,
-    Pages,
-    Quest,
-    Rope,
-    RopeConfig,
-    SelectiveMethod,
-    Step,
-    make,
-    selective,
-)
+from lce.methods import Budget, Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, make, selective
 from lce.methods.choosing import plain_runs
 from lce.methods.placement import TruePositions
 from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import MeanKey
-from lce.methods.step import DeviceStep
+from lce.methods.step import DeviceStep, Step
 from tests.pretended import Gpus
 from tests.running import as_knobs, cut, layout_for, run, vectors
 
