@@ -76,7 +76,7 @@ def attend_parts(method: Declaring, q: Tensor, cache: LayerCache, step: Step) ->
 
 
 def attend_all(method: Declaring, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-    """Return the output of causal attention to all tokens at true distances. Keys are turned, a copy at a time."""
+    """Return the output of causal attention to all tokens at true distances, from turned copies of the keys."""
     n = q.shape[1]
     placed = PlacedPart(Part((0, n), 0, exact=True), step.true_turn(q), [DenseCall(0, n, 0, step.stop, causal=True)])
     return attend_spans(q, placed, TurnedKeys(method.key_positions, None, cache, step), step)[0]  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def declared(method: Declaring, i: Tensor, layer: int, longest: int, sliding_win
 
 
 def block_parts(method: Declaring, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
-    """Return the indices of the block's queries and their parts. The indices are `i [T]`; None: made on the host."""
+    """Return the indices of the block's queries, and their parts. Without `i [T]` the indices are made on the host."""
     i = torch.arange(step.start, step.stop, step.stride) if i is None else i
     parts = declared(method, i, layer, step.stop, step.sliding_window)
     return i, parts if step.stride == 1 else [each for part in parts for each in around_core(part, i)]
@@ -152,7 +152,7 @@ def placed_parts(method: Declaring, q: Tensor, cache: LayerCache, step: Step) ->
 
 
 def slot_positions(on_host: Index, at: Index) -> tuple[Index, Tensor | None]:
-    """Return positions `at`, and None. For positions `[T, K]` return a table `[P]`, and each slot's row `[T, K]`.
+    """Return positions `at [T]` and None; or for `at [T, K]` a table `[P]` of the positions, and each slot's row in it.
 
     Slots of neighbouring queries share most positions, so that a table is much smaller than a rotation for each slot.
     `on_host` are the same positions on the host, read without waiting for the device.

@@ -124,7 +124,7 @@ class Method:
             hooks.guard(cls)
 
     def promised(self, what: Promise) -> bool:
-        """Return whether the class promises `what`: see above. Overridden if knobs decide."""
+        """Return whether the class promises `what`. A class overrides this method if its knobs decide."""
         return what in promises_of(type(self))  # type: ignore[arg-type]
 
     @property
@@ -160,7 +160,7 @@ class Method:
 
     @property
     def couples_heads(self) -> str | None:
-        """Why a KV head's outputs depend on other KV heads, and what to do; None: on nothing but this head.
+        """The reason why a KV head's outputs depend on other KV heads, and the remedy; None if they do not.
 
         Ranks, which divide the heads, refuse a method that couples them.
         """

@@ -101,10 +101,7 @@ def _fewer(c: Selection, chosen: Tensor, scores: Tensor, q: Tensor, step: Step) 
 
 
 def sees_all(c: Selection, step: Step) -> bool:
-    """Return whether the text has no more chunks than a query attends, each at true distances from the query.
-
-    Attention is then dense, which takes less time than attending chunk by chunk.
-    """
+    """Return whether each query attends the whole text at true distances. Dense attention then takes less time."""
     few = step.stop <= (c.n_choices + 1) * c.size and not c.varies and not c.n_near
     return few and step.stride == 1 and c.placement.true_within and c.selector.takes_best
 
@@ -161,7 +158,7 @@ def _slot_turns(placed: PlacedPart, n_slots: int, q: Tensor, step: Step) -> Slot
 def decode(
     c: Selection, choose: Choose, q: Tensor, turn: Turn, own: Turn | None, cache: LayerCache, step: DeviceStep
 ) -> Attended:
-    """Return the attention to chosen chunks, and to the own chunk of the query, rotated by `own`; None: not to that.
+    """Return the attention to chosen chunks; and to the query's own chunk, if `own` is the query's rotation for that.
 
     `choose` returns the chunks, if no kernel can choose them.
     """

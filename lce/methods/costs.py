@@ -96,7 +96,7 @@ class QueryBlock:
 
 
 def cost(method: Declaring, block: QueryBlock) -> Cost:
-    """Return a resolved method's cost for a block of queries in one layer; `UNCOUNTED` if it does not promise that."""
+    """Return a resolved method's cost for a block of queries in one layer; `UNCOUNTED` if it is not `counted`."""
     return cost_of_spans(method, block) + method.choice_cost(block) if method.promised("counted") else UNCOUNTED
 
 

@@ -69,10 +69,7 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
         return replace(self, method=self._spell(self.sparse_method.for_model(model)), dense=dense)
 
     def resolve(self, window: int) -> Self:
-        """Return this method, with all knobs of both methods filled in. Raises `UsageError` for a pair that cannot be.
-
-        Two methods cache keys alike if their `key_positions` are equal; a layer's cache has each key once.
-        """
+        """Return this method with the knobs of both methods filled in. Raises `UsageError` if they do not pair."""
         made, sparse = filled(self), self.sparse_method
         if isinstance(sparse, Streaming | LMInfinite):
             sparse = filled(sparse, local=max(1, window // 4))

@@ -233,7 +233,7 @@ def spelled(value: Any) -> str:
 def convert(value: Any, kind: Any) -> Any:
     """Convert `value` to the type `kind`: int, float, bool, str, a Literal, or a union. Raises `ValueError`.
 
-    Of a union, the first type that takes the value; the word `none` is None.
+    A union takes the first of its types that fits the value; the word `none` is None.
     """
     arms, expected = [*_arms(kind)], list[str]()
     if type(None) in arms and (value is None or (isinstance(value, str) and value == "none")):
@@ -270,8 +270,6 @@ def _convert(value: Any, kind: Any) -> Any:
         if kind is int and abs(number) > MOST:
             raise ValueError(f"a whole number of {MOST} or less")
         return number
-    if kind is str and isinstance(value, str):
-        return value
     if isinstance(kind, type) and kind not in (int, float) and isinstance(value, kind):
         return value
     raise ValueError(f"a value of type {getattr(kind, '__name__', kind)}")

@@ -88,10 +88,7 @@ class LearnedFor:
         )
 
     def check(self, found: LearnedFor, source: str, model: object = "M") -> None:
-        """Raise an error unless maps that were learned for the setting `found` can be used for this setting.
-
-        Raises `DataError` for maps of another model, `UsageError` for maps of other options.
-        """
+        """Raise `DataError` if maps learned for `found` are another model's, `UsageError` if other options differ."""
         if found.fingerprint != self.fingerprint:
             raise DataError(
                 f"{named(source)} was calibrated on another model's weights; learn its own by `{self.command(model)}`"

@@ -87,7 +87,7 @@ class DualPositions(Placement, name="dual"):
     far: int | None = knob(None, "distance of pages; none is least beyond local, in dual W - 1", least=1)
 
     def fitted(self, label: str, selection: Selection, window: int) -> Self:
-        """Return this placement, filled in; refuse large chunks that are not of whole pages, and distances below 0."""
+        """Return this placement, filled in. Raises `UsageError` if large chunks cut pages, or distances are below 0."""
         usual = max(1, 3 * window // 4 // selection.size) * selection.size
         made = fill_in(self, label, "placement.", chunk_size=usual, far=window - 1)
         if made.size % selection.size or made.size > window:

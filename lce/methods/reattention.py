@@ -57,7 +57,7 @@ class ReAttention(ChunkMethod):
 
     @cached_property
     def selection(self) -> Selection:
-        """The local tokens include the own span; those of a `Budget` are before it."""
+        """The spans that a query attends. The knob `local` includes the own span, and that of a `Budget` does not."""
         span, sinks, local = self.sizes
         budget = Budget((self.top_k or 0) * span + sinks + local, sinks, local - span, top_p=self.top_p)
         return Selection(span, BestKey(), SideBySide(), budget, self.share)

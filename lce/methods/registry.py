@@ -124,7 +124,7 @@ def from_file(path: str | Path) -> type[Method]:
 
 @functools.singledispatch
 def user_file(method: Method) -> UserFile | None:
-    """Return the user's file that a method is from, part of what identifies the method; None: from no such file."""
+    """Return the user's file that defines a method, or None. The file is part of what identifies the method."""
     return next((_FILES[cls] for cls in type(method).__mro__ if cls in _FILES), None)
 
 
@@ -164,7 +164,7 @@ def _preset(cls: type[Method], name: object) -> Mapping[str, Any]:
     return cls.presets[name]
 
 
-# By method, the name of before and the present one.
+# By method, the former names of knobs, and the present ones.
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "pages": {
         "place": "placement",
@@ -178,7 +178,7 @@ ORDER = ("select", "placement", "page", "budget", "share", "queries")  # in whic
 
 
 def renewed(method: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs of a method under their present names. A knob of before that is None meant nothing, and goes.
+    """Return the knobs of a method under their present names. A renamed knob that is None is dropped: it meant nothing.
 
     Example: `renewed("pages", {"place": "dual", "seed": None, "page": 16})` is `{"placement": "dual", "page": 16}`.
     """
@@ -199,7 +199,7 @@ def _respelled(text: str) -> str:
 
 
 def check_renamed(method: str, knobs: Iterable[str]) -> None:
-    """Raise `UsageError` for a knob's name of before."""
+    """Raise `UsageError` for a knob that is given by its former name."""
     for key in knobs:
         if (now := RENAMED.get(method, {}).get(key)) is not None:
             raise UsageError(f"method {method!r} has no option {key!r}; it is called {now} now: give -o {now}=VALUE")

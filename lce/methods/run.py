@@ -39,7 +39,7 @@ def method_of(method: Method, kind: LayerKind) -> Method:
 
 
 def access_of(method: Method, kinds: Iterable[LayerKind]) -> AccessPattern:
-    """Return what a cache of layers of these kinds must know: the method's access, and sliding windows as local."""
+    """Return a method's access in layers of these kinds; a layer's own sliding window counts as local tokens."""
     local = (method_of(method, kind).access.local for kind in {*kinds})
     return replace(method.access, local=max(method.access.local, *local))
 
@@ -169,8 +169,8 @@ class Block:
     def memory(self) -> list[list[tuple[int, int]]] | None:
         """Prepare all layers for one token; return the addresses and bytes of what each layer's attention reads.
 
-        None unless the kernels of all layers' attention differ in addresses alone: one kind of layers and a method that
-        promises `alike`, whose state is `steady`; nobody notes choices, and everything is in buffers.
+        Returns None unless the kernels of all layers' attention differ in addresses alone: there is one kind of layers,
+        the method promises `alike`, its state is `steady`, nobody notes choices, and everything is in buffers.
         """
         (method, step), *others = next(iter(self.steps.values()))
         layers = self.cache.layers

@@ -73,7 +73,7 @@ class Selector(Knobs, ABC):
         return True
 
     def keep(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> None:
-        """Keep what a block of unrotated queries `[H, T, D]` completes; called before the block chooses."""
+        """Keep the summaries of chunks that a block of unrotated queries `[H, T, D]` completes; before `scorer`."""
 
     @abstractmethod
     def scorer(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> Scorer:
@@ -119,7 +119,7 @@ class Placement(Knobs, ABC):
         return fill_in(self, label, "placement.")
 
     def limit(self, selection: Selection, window: int) -> int | None:
-        """Return the length of the longest text without larger distances than the window's; None: any length."""
+        """Return the length of the longest text whose distances all fit in the window; None: any length."""
         return None
 
     def key_positions(self, indices: Tensor, size: int) -> Tensor | None:
@@ -186,7 +186,7 @@ class Selection:
 
     @cached_property
     def n_last(self) -> int:
-        """The number of last candidates of a query, complete chunks before its own, that are always taken."""
+        """The number of a query's last candidates, which are complete chunks before its own, that are always taken."""
         return self.n_local - self.n_near
 
     @cached_property
@@ -221,7 +221,7 @@ class Selection:
         return {"head": n_heads, "group": n_kv_heads, "layer": 1}[self.share]
 
     def ends(self, step: Step, device: torch.device) -> Tensor:
-        """Return the end of each query's candidates, `[T, 1]`: its own chunk, or the first chunk seen with it."""
+        """Return the first chunk after each query's candidates, `[T, 1]`: its own, or the first seen with its own."""
         return (step.positions(device) // self.size - self.n_near)[:, None]
 
     def forced(self, chunk_ids: Tensor, own: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         return choosing.decode(self.selection, lambda: self.choose(q, cache, step), q, turn, own, cache, step)
 
     def bound(self, stop: int) -> int | None:
-        """Return the bound; None if the step completes a chunk. All chunks are complete, or the class promises it."""
+        """Return the bound, without `complete` in the own chunk of the step; None if the step completes a chunk."""
         size = self.selection.size
         if stop <= size or not stop % size:
             return None
@@ -194,7 +194,7 @@ class SelectiveMethod(ChunkMethod, promises=BY_HOOKS):
 
     @cached_property
     def selection(self) -> Selection:
-        """The first chunk, the best ones, the last complete one; a class with hooks of its own chooses by its hooks."""
+        """The first chunk, the best ones and the last complete one. A class with hooks of its own chooses by them."""
         size, n, placement = self.chunk_size or 1, self.chunks, KINDS.get(self.placement)
         selector = self.selector if self.promised("hookless") else Hooks(self)
         budget = Budget(None if n is None else n * size, sinks=size, local=size, top_p=self.top_p)

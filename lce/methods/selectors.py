@@ -116,7 +116,7 @@ class SummarySelector(Selector):
         return scores
 
     def on_device(self, selection: Selection, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """Return the choice `[C, 1, K]` in a recorded step: only complete chunks, within the bound."""
+        """Choose complete chunks within the bound, in a recorded step; return the choice `[C, 1, K]`."""
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // selection.size)
         scored = selection.placement.scored(q, step, selection)
         scores = self.of_bands(scored, summary, selection, step, cache.index)

@@ -89,10 +89,7 @@ class SelfExtend(LocalMethod):
             yield Part(keys=(0, i + 1 - local), query_at=i // group + local - local // group)
 
     def _parts_of_groups(self, i: Tensor) -> Iterator[Part]:
-        """Yield the parts of queries `i [T]` with `group=auto`: a part of near keys, and one of far keys per group.
-
-        Queries of group 1 see all keys as near keys: full attention, in one call.
-        """
+        """Yield a part of near keys, and one of far keys for each group. To queries of group 1 all keys are near."""
         local, groups = self.n_local, self.groups(i)
         yield Part(keys=((i + 1 - local).masked_fill(groups == 1, 0), i + 1), query_at=i)
         for group in groups.unique().tolist():

@@ -56,10 +56,7 @@ class Step:
         return replace(self, start=self.start + start, stop=self.start + stop, memo={}, all_devices={})
 
     def strided(self, first: int, stride: int) -> Step:
-        """Return the step of every `stride`-th query of the block from query `first` on, 0 being the block's first.
-
-        Only for methods whose parts are all spans.
-        """
+        """Return the step of every `stride`-th query of the block from query `first` on; for methods of spans alone."""
         return replace(self, start=self.start + first, stride=stride, memo={}, all_devices={})
 
     def once(self, name: str, make: Callable[[], T]) -> T:

@@ -190,9 +190,9 @@ def grouped(cache: LayerCache, group: int, step: Step, start: int, stop: int) ->
 
 
 def moved(k: Tensor, start: int, group: int, step: Step) -> Tensor:
-    """Rotate the cached keys `k [G, n, D]` of the tokens from `start` on from `index` to `index // group`.
+    """Rotate cached keys `k [G, n, D]` from `index` to `index // group`; `start` is the index of the first key.
 
-    In float32, rounded once: in 16 bits, keys are then rounded twice in all. The cached keys include YaRN's factor.
+    Computes in float32 and rounds once, so 16-bit keys are rounded twice in all. Cached keys include YaRN's factor.
     """
     n, rope = k.shape[1], step.rope
 

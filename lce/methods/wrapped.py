@@ -175,7 +175,7 @@ class Handover(Wrapped, promises={"by_head": ATTENTION}):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The knobs of both methods by name, those of `prefill` with the beginning `PREFILL`."""
+        """The knobs of both methods by name, those of `prefill` after the prefix `PREFILL`."""
         return settings(self.inner) | {f"{PREFILL}{name}": value for name, value in settings(self.prefill).items()}
 
     def for_model(self, model: ModelFacts) -> Self:
@@ -205,7 +205,7 @@ class Handover(Wrapped, promises={"by_head": ATTENTION}):
         return min((limit for limit in limits if limit is not None), default=None)
 
     def promised(self, what: Promise) -> bool:
-        """Return whether `inner` promises `what`; not `counted`, because prefill is not counted."""
+        """Return whether `inner` promises `what`; False for `counted`, because prefill is not counted."""
         return what != "counted" and super().promised(what)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:

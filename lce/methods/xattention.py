@@ -82,17 +82,14 @@ class XAttention(Method, promises=dict.fromkeys(PROMISES, (*ATTENTION, "parts_of
         return window
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
-        """Yield the own blocks (all keys for queries of cut blocks) and the chosen keys. Not for recorded steps."""
+        """Yield a part of each query's own block, or of all keys if the block is cut; and a part of chosen keys."""
         own = i // self.size * self.size
         is_cut = (own < i[0]) | (own + self.size > i[-1] + 1)
         yield Part(keys=(own.masked_fill(is_cut, 0), i + 1), query_at=i)
         yield Part(keys=CHOSEN, query_at=i)
 
     def slices(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield slices of the blocks that choose in a pass of tokens `start..stop-1`: blocks `first..last-1`.
-
-        A block chooses if the pass has all of its queries; block 0 does not choose.
-        """
+        """Yield slices `first..last-1` of the blocks that choose: after block 0, whole in tokens `start..stop-1`."""
         first, last = max(1, -(-start // self.size)), stop // self.size
         at_once = max(1, CHOICES_AT_ONCE // max(1, last * self.size))
         for a in range(first, last, at_once):
@@ -156,7 +153,7 @@ class XAttention(Method, promises=dict.fromkeys(PROMISES, (*ATTENTION, "parts_of
         return torch.unflatten(of_rows, 1, (-1, per_block)).sum(2)
 
     def choice_cost(self, block: QueryBlock) -> Cost:
-        """Return the cost of the estimate, and of attending every earlier block, which is the most with any text."""
+        """Return the cost of the estimate and of attending all earlier blocks, an upper bound for any text."""
         slices, size = list(self.slices(block.start, block.stop)), self.size
         if not slices:
             return Cost(0)
