@@ -38,13 +38,13 @@ class Eviction(NamedTuple):
 
     @property
     def n_lost(self) -> int:
-        """The number of tokens that have no row: later tokens are in the row of their index minus this number."""
+        """The number of tokens without a row. A later token's row is the token's index minus this number."""
         return self.n_tokens - self.n_rows
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A length to which a cache can go back, with the data that this takes: see `KVCache.mark`."""
+    """A length to which a cache can go back, with the data that going back takes: see `KVCache.mark`."""
 
     length: int
     states: Sequence[Mapping[str, Held]]  # for each layer, the marks of the method's states by name
@@ -59,9 +59,9 @@ class KVCache:
     the order of devices, empty while everything is in buffers. Tokens beyond the budgets go to `file` or, if it is
     None, to a spill file in the layout's folder, if the layout has one.
 
-    `length` and sizes count rows; `n_tokens`, `nearest` and `truncate` count tokens. A row has one token's keys and
-    values, the same token in all KV heads, except in the first `evicted.n_rows` rows: there each KV head has tokens of
-    its own, in their order, and `evicted.n_lost` tokens have no row.
+    `length` and sizes count rows; `n_tokens`, `nearest` and `truncate` count tokens. A row has the keys and values of
+    one token, the same in all KV heads. The first `evicted.n_rows` rows differ: there each KV head has tokens of its
+    own, in ascending order, and `evicted.n_lost` tokens have no row.
     """
 
     layout: CacheLayout
@@ -95,7 +95,7 @@ class KVCache:
 
     @property
     def fixed(self) -> int:
-        """The number of first tokens, with evicted ones among them, into which the cache cannot go back."""
+        """The number of first tokens that an eviction concerned. The cache cannot go back to fewer tokens."""
         return self.evicted.n_tokens
 
     @property
@@ -192,8 +192,8 @@ class KVCache:
     def nearest(self, n_tokens: int) -> int:
         """Return the largest length, at most `n_tokens`, that `truncate` can go back to.
 
-        Keys, values and summaries go back to any length, an open chunk within itself or to the start of a chunk, and a
-        tensor that every block replaces to 0 alone. Raises `UsageError` for a length within evicted tokens.
+        Keys, values and summaries can go back to any length; an open chunk to a length in itself, or to the start of a
+        chunk; a tensor that every block replaces, only to 0. Raises `UsageError` for a length within evicted tokens.
         """
         self.settle()
         if n_tokens < self.fixed:
@@ -210,8 +210,8 @@ class KVCache:
     def mark(self, n_tokens: int | None = None) -> Mark:
         """Return a mark for `go_back`, after all tokens, or after `n_tokens`, a length that `nearest` returned.
 
-        It copies only what a lossy format has not rounded yet, if after all tokens; else rounded tokens stay rounded. A
-        mark is valid until the cache goes back to fewer tokens.
+        A mark after all tokens has copies of the tokens that a lossy format has not rounded yet. A mark after `n_tokens`
+        copies nothing: rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
         """
         self.settle()
         copied = n_tokens is None and self.layout.format.rounds

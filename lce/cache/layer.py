@@ -167,7 +167,7 @@ class LayerCache:
         return self._widened(k), self._widened(v)
 
     def stored(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return what `span` returns, but as the device stores it, which `Attention.dense` takes, too."""
+        """Return what `span` returns, in the dtype that the device stores. `Attention.dense` takes this dtype, too."""
         first, size = self.buffer.first, self.layout.chunk_size
         if start >= first:
             return self.buffer.span(start, stop)
@@ -195,7 +195,7 @@ class LayerCache:
 
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Copy tokens `index [n]`, ascending, `k v [G, n, D]` as the device stores them, maybe to the memory `into`."""
+        """Return copies `k v [G, n, D]`, in the stored dtype, of ascending tokens `index [n]`; may use memory `into`."""
         first = self.buffer.first
         if not first:
             into = None if into is None else into.view(self.buffer.k.dtype)
@@ -303,7 +303,7 @@ class LayerCache:
             self.buffer = self.buffer.replaced(border, capacity, self.length)
 
     def round_old(self) -> None:
-        """Round complete chunks that local attention no longer sees. A call that fails before its pass rounds none."""
+        """Round complete chunks that local attention no longer sees. `write` first checks its arguments."""
         border = self.layout.old(self.length)
         if border > self.rounded:
             self.buffer.prepare(self.rounded, border)
@@ -333,7 +333,7 @@ class LayerCache:
         return LayerCache(self.index, layout, buffer, self.stack, state, n_tokens, rounded)
 
     def shareable(self) -> list[tuple[RowBuffer, int, int]]:
-        """Return this layer's arguments of `share`. A buffer beside growing tiers, soon replaced, is left out."""
+        """Return arguments for `share`. A buffer beside growing tiers is left out, because it is soon replaced."""
         found, most = [], Limits(self.layout).resident_tokens
         if self.stack is not None and most < UNBOUNDED:
             most = self.buffer.capacity  # the device's pool takes the rest of the budget

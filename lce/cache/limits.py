@@ -91,7 +91,7 @@ class Limits:
         return (self.budget - in_buffers) // self.layout.page_bytes
 
     def needs(self, n_tokens: int) -> dict[str, int]:
-        """Return the most bytes that `n_tokens` take in each tier. The last in memory has what exceeds all budgets."""
+        """Return the most bytes that `n_tokens` take in each tier. The last memory tier takes what exceeds all budgets."""
         whole = self.layout.whole_chunks(n_tokens)
         needs = {DEVICE: whole * self.layout.token_bytes} | {kind.name: 0 for kind in self.lower}
         return needs if whole <= self.resident_tokens or not self.lower else self._tiered(n_tokens, needs)
@@ -114,7 +114,7 @@ class Limits:
         return len(self.layout.acting_layers) * sum(state.most_bytes(n_tokens, self.layout.block) for state in states)
 
     def check_bytes(self, n_tokens: int, n_filed: int = 0) -> int:
-        """Return the most bytes of memory for checksums: of a context's `n_tokens`, `n_filed` of a file's tokens."""
+        """Return the most bytes of memory for the checksums of `n_tokens` tokens and of `n_filed` more of a file."""
         spilled, filed = self.needs(n_tokens).get(DISK, 0), 0
         if n_filed:
             filed = self.layout.n_layers * self.layout.n_groups * file_rows(self.layout, n_filed)

@@ -30,7 +30,7 @@ from lce.sizes import size_text
 from lce.system import free_memory
 
 FORMAT = "lce context 6"
-EVICTED = "lce context 7"  # the format of a context with evicted tokens: readers of the other would misplace its rows
+EVICTED = "lce context 7"  # the format of a context with evicted tokens; a reader of `FORMAT` would misplace its rows
 REMEDY = "prefill the text again"
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 KINDS = FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
@@ -199,7 +199,7 @@ def tensor_entries(tensors: Mapping[str, Tensor], start: int = 0) -> dict[str, d
 def read_small(
     header: Header, layout: CacheLayout, check: Check, rows: Mapping[str, Any] = {}, start: int | None = None
 ) -> dict[str, Tensor]:
-    """Check, then read, all tensors of a context file except `rows`, from byte `start` of the file, or of its data, on.
+    """Check, then read, all tensors of a context file except `rows`, from byte `start` on (None: after the header).
 
     `check` gets the entries of all these tensors, removes entries that are not the cache's, and raises `DataError` if
     such an entry is wrong. Raises `DataError` if the file is no context of this layout, or was altered.

@@ -51,10 +51,10 @@ class MethodState(ABC):
 
     @abstractmethod
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
-        """Return whether a file's tensor and number are possible for this state after `n_tokens`, in any blocks."""
+        """Return whether a file's tensor and number are possible for this state after `n_tokens` tokens."""
 
     def committed(self, n_tokens: int) -> Held:
-        """Return the tensor, whose rows no later pass changes, and the number of the state of the first `n_tokens`."""
+        """Return tensor and number of the state of the first `n_tokens` tokens. No later pass changes the tensor."""
         return self._held
 
     def restore(self, held: Held) -> None:
@@ -94,7 +94,7 @@ class MethodState(ABC):
         """Allocate memory for a decode step of the token at index `start`, unless this state has no tensor yet."""
 
     def steady(self, start: int) -> Held:
-        """Return tensor and number if a pass of the token at index `start` only reads and writes the tensor's rows."""
+        """Return tensor and number, or `NOTHING` if a pass of token `start` does more than write the tensor's rows."""
         return self._held if self.in_place and self.has_space(start) else NOTHING
 
     def nearest(self, n_tokens: int, length: int) -> int:
@@ -323,7 +323,7 @@ def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
 
 @dataclass(eq=False)
 class _OpenGroup(MethodState):
-    """A state with rows of the open group of `size` tokens: the last, not complete yet. Its number is the group's."""
+    """A state with rows of the last group of `size` tokens, not complete yet. Its number is the group's index."""
 
     size: int
     row_bytes: int

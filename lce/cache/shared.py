@@ -7,9 +7,10 @@ A buffer is copied to a file in memory (Linux' memfd) when its context is first 
 to the file, after the shared rows. Each fork maps the file privately: the operating system copies a page of 4 KiB when
 the fork first writes to that page. A context that is about to overwrite shared rows maps the file privately, too.
 
-A process has one such file, of which each context gets a part: so contexts hold no file descriptors, however many there
-are. The file has no name, so no other process can open it. A seal (F_SEAL_SHRINK) keeps it from being truncated, so
-access to a mapping cannot fail. On systems without such files, and on devices other than the CPU, a fork gets a copy.
+A process has one such file, and each forked context gets a part of it, so that contexts hold no file descriptors. When
+nobody has a part any more, its memory is freed. The file has no name, so no other process can open it. A seal
+(F_SEAL_SHRINK) keeps it from being truncated, so access to a mapping cannot fail. On systems without such files, and on
+devices other than the CPU, a fork gets a copy.
 """
 
 import ctypes
@@ -179,7 +180,7 @@ os.register_at_fork(before=_freeze_all)
 
 
 def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
-    """Move buffers, each with rows to share and a capacity, to a file in memory, unless forks can map them already."""
+    """Move buffers to the file in memory, unless forks can map them already. Each has rows to share, and a capacity."""
     moving, end = [], 0
     for x, n, capacity in buffers:
         if n and not x.can_share(n) and x.tensor.device.type == "cpu":

@@ -44,7 +44,7 @@ class Pages(NamedTuple):
 
 
 class PageIndex:
-    """A map from each page to a number, or -1. Changes are copied to a GPU together, when `on_device` asks for them."""
+    """A map from pages to numbers; -1: absent. `on_device` copies to a GPU what has changed since its last call."""
 
     def __init__(self, layout: CacheLayout, mover: Mover) -> None:
         self._numbers = np.full((layout.n_layers * layout.n_groups, 16), -1, np.int64)
@@ -72,7 +72,7 @@ class PageIndex:
             self._numbers = np.pad(self._numbers, ((0, 0), (0, n_more)), constant_values=-1)
 
     def on_device(self, groups: slice, n_chunks: int) -> Tensor:
-        """Return `[groups, n_chunks]` numbers on the device, valid until the next change. Does not wait for it."""
+        """Return `[groups, n_chunks]` numbers on the device, valid until the next change. Does not wait for the GPU."""
         self._cover(np.array([n_chunks - 1]))
         if not self._mover.asynchronous:
             return torch.from_numpy(self._numbers[groups, :n_chunks])
@@ -89,7 +89,7 @@ class PageIndex:
 
 @dataclass
 class Traffic:
-    """A tier's traffic: requested pages that it had (`hits`) or not, `early` ones (prefetched in time), and bytes."""
+    """A tier's traffic: pages that requests found (`hits`) or missed, pages prefetched in time (`early`), bytes."""
 
     hits: int = 0
     misses: int = 0
