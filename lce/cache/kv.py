@@ -210,8 +210,8 @@ class KVCache:
     def mark(self, n_tokens: int | None = None) -> Mark:
         """Return a mark for `go_back`, after all tokens, or after `n_tokens`, a length that `nearest` returned.
 
-        A mark after all tokens has copies of the tokens that a lossy format has not rounded yet. A mark after `n_tokens`
-        copies nothing: rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
+        A mark after all tokens copies tokens that a lossy format has not rounded yet. A mark after `n_tokens` copies
+        nothing: rounded tokens stay rounded. A mark is valid until the cache goes back to fewer tokens.
         """
         self.settle()
         copied = n_tokens is None and self.layout.format.rounds

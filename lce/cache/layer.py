@@ -195,7 +195,7 @@ class LayerCache:
 
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return copies `k v [G, n, D]`, in the stored dtype, of ascending tokens `index [n]`; may use memory `into`."""
+        """Return copies `k v [G, n, D]`, in the stored dtype, of ascending tokens `index [n]`, maybe to `into`."""
         first = self.buffer.first
         if not first:
             into = None if into is None else into.view(self.buffer.k.dtype)

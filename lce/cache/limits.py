@@ -91,7 +91,7 @@ class Limits:
         return (self.budget - in_buffers) // self.layout.page_bytes
 
     def needs(self, n_tokens: int) -> dict[str, int]:
-        """Return the most bytes that `n_tokens` take in each tier. The last memory tier takes what exceeds all budgets."""
+        """Return the most bytes that `n_tokens` take in each tier. The last memory tier has what exceeds budgets."""
         whole = self.layout.whole_chunks(n_tokens)
         needs = {DEVICE: whole * self.layout.token_bytes} | {kind.name: 0 for kind in self.lower}
         return needs if whole <= self.resident_tokens or not self.lower else self._tiered(n_tokens, needs)
