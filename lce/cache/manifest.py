@@ -126,25 +126,17 @@ def read_header(descriptor: int, path: Path) -> Header:
     if length > _LARGEST_HEADER:
         raise strange
     try:
-        entries = strict_object(bytes(_read(descriptor, length, 8, path)))
+        entries = parse_json(bytes(_read(descriptor, length, 8, path)), _MOST_PARTS, unique=True)
     except JsonError:
         raise DataError(f"{named(path)}: the header is not JSON; it is damaged or incomplete: {REMEDY}") from None
     try:
-        manifest = strict_object(entries.pop("__metadata__")["lce"].encode())
+        manifest = parse_json(entries.pop("__metadata__")["lce"].encode(), _MOST_PARTS, unique=True)
         form = manifest["format"]
     except (KeyError, TypeError, AttributeError, UnicodeError, JsonError):
         raise strange from None
     if form not in (FORMAT, EVICTED):
         raise DataError(f"{named(path)} has the format {shown(form, 40)}; this lce reads {FORMAT!r}; {REMEDY}")
     return Header(descriptor, path, entries, Manifest.of(manifest, path), 8 + length, file_bytes)
-
-
-def strict_object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises `JsonError` for anything else, and for an object with a name twice."""
-    value = parse_json(raw, _MOST_PARTS, unique=True)
-    if not isinstance(value, dict):
-        raise JsonError("no object")
-    return value
 
 
 def _read(descriptor: int, n_bytes: int, offset: int, path: Path) -> bytearray:

@@ -353,8 +353,7 @@ class Host(Pool):
     def take_rows(self, place: Numbers, offsets: Numbers) -> Tensor:
         self.slots.used[place] = self.clock
         self.mover.wait(np.unique(place))
-        form = self.format
-        found = torch.empty(len(place), 2, form.heads, form.stored_dim, dtype=form.stored_dtype)
+        found = torch.empty(len(place), 2, self.format.heads, self.format.stored_dim, dtype=self.format.stored_dtype)
         slab, slots = np.divmod(place, slab_slots(self.layout))
         for number in np.unique(slab).tolist():
             here = np.flatnonzero(slab == number)

@@ -65,11 +65,6 @@ class Checks:
     seed: int = 0
     _blocks: dict[int, NDArray[np.int32]] = field(default_factory=dict, init=False)
 
-    @property
-    def n_bytes(self) -> int:
-        """The bytes of memory that the checksums take."""
-        return sum(block.nbytes for block in list(self._blocks.values()))
-
     def reserve(self, n: int) -> None:
         """Allocate memory for the checksums of `n` rows."""
         for block in range(-(-n // CHECK_BLOCK)):
