@@ -134,10 +134,11 @@ class FamilyTests:
     def saved(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
         return save_kind(tmp_path_factory.mktemp(request.param), cls.kinds[request.param])
 
-    def test_same_logits_as_transformers(self, saved: Saved) -> None:
-        """In one block and in several."""
+    @pytest.mark.parametrize("blocks", [(None, 7), pytest.param((1, 64), marks=pytest.mark.slow)], ids=str)
+    def test_same_logits_as_transformers(self, saved: Saved, blocks: tuple[int | None, int]) -> None:
+        """Blocks of one token are tried in every family, by generation, and in every kind where there is time."""
         truth = saved.logits
-        for block in (None, 1, 7, 64):
+        for block in blocks:
             logits = lce.load(saved.folder, block=block).logits(saved.ids)
             assert (logits.shape, logits.dtype) == ((N, VOCAB), torch.float32)
             assert difference(logits, truth) <= 1e-4, block
