@@ -65,7 +65,7 @@ class TokenizerConfig:
     def read(cls, read: Reader, where: Path) -> Self:
         """Read a tokenizer's files, all except the vocabulary. Raises ModelError, naming `where`, for a broken one."""
         names = "special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"
-        config, own, older = (_object(read, where, name) for name in names)
+        config, own, older = (object_of(read(name, MAX_FILE_BYTES), where / name) for name in names)
         config |= {key: value for key, value in own.items() if value is not None}
         added, special_names = _tokens(config, older)  # older checkpoints have added tokens in a file of their own
         bos, eos = (_content(config.get(key), key) for key in ("bos_token", "eos_token"))
@@ -190,10 +190,6 @@ def _longest_of(tokens: Iterable[str]) -> str:
 Vocabulary = JsonVocabulary | SentencePieceVocabulary
 
 
-def _object(read: Reader, where: Path, name: str) -> dict[str, Any]:
-    return object_of(read(name, MAX_FILE_BYTES), where / name)
-
-
 def _content(value: object, key: str) -> str | None:
     content = value.get("content") if isinstance(value, dict) else value
     if value is None:
@@ -233,12 +229,13 @@ def _tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, in
 
 def _chat_template(read: Reader, where: Path, config: dict[str, Any]) -> str | None:
     """Return the default chat template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
-    if (raw := read(name := "chat_template.jinja", MAX_FILE_BYTES)) is not None:
+    name, older = "chat_template.jinja", "chat_template.json"
+    if (raw := read(name, MAX_FILE_BYTES)) is not None:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
             raise ModelError(f"{named(where / name)} is not UTF-8 text: {error}; download the file again") from error
-    value = _object(read, where, "chat_template.json").get("chat_template", config.get("chat_template"))
+    value = object_of(read(older, MAX_FILE_BYTES), where / older).get("chat_template", config.get("chat_template"))
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
     if value is None or isinstance(value, str):

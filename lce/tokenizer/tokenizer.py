@@ -32,8 +32,7 @@ class Detokenizer:
     """A decoder of a growing list of ids, which returns the text piece by piece. `Tokenizer.stream` makes one."""
 
     def __init__(self, spell: Callable[[int, bool], bytes | None], spelling: Spelling) -> None:
-        self._spell = spell
-        self._first = True
+        self._spell, self._first = spell, True
         errors = "replace" if spelling.form == "byte_level" else "lce.replace_each_byte"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._strip, self._strip_left = spelling.strip, spelling.strip_count

@@ -83,8 +83,8 @@ class Checkpoint:
 
     A file that was changed after its header was read no longer matches its stamp in `stamps`: size, inode and times.
     `manifest` describes weights that lce quantised; it is None for other checkpoints. Row i of a tensor is row
-    `orders[name][i]` of the stored tensor; most tensors have no order. Of a tensor in `columns`, only the columns from
-    the first number up to the second are loaded; `tensors` has its stored width.
+    `orders[name][i]` of the stored tensor; most tensors have no order. `columns` maps a tensor to the first column that
+    is loaded and the column after the last; `tensors` has its stored width. Other tensors are loaded whole.
     """
 
     folder: Path

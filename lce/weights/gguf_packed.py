@@ -49,8 +49,8 @@ class Blocks:
     """A tensor that is converted when it is read: quantised, with another order of rows, or some columns alone.
 
     Row i of the tensor is row `order[i]` in the file. `parts` are the parts of a packed matrix, or under "" a plain
-    tensor; without any, the tensor is only checked. `dtype` is the dtype in which a packed matrix is computed with.
-    Of each row, the parts have `columns`, whole blocks from the first number up to the second; None: all.
+    tensor; without any, the tensor is only checked. `dtype` is the dtype of products with a packed matrix. The parts
+    have the columns from `columns[0]` to before `columns[1]`, whole blocks; None: all columns.
     """
 
     name: str

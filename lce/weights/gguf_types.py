@@ -180,7 +180,7 @@ TYPES = {kind.number: kind for kind in _PLAIN} | {
     for name, number, size, codes, explode, layout in _QUANTISED
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
-IN_BLOCKS = frozenset(name for name, *_ in _QUANTISED)
+IN_BLOCKS = frozenset(name for name, *_ in _QUANTISED)  # the names of the quantised types
 UNREAD = dict(enumerate(("Q4_2", "Q4_3"), 4)) | {9: "Q8_1", 15: "Q8_K", 21: "IQ3_S", 22: "IQ2_S"}
 UNREAD |= dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S"), 16))
 UNREAD |= dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M"), 24))

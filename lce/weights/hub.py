@@ -67,9 +67,10 @@ class HubId:
 def fetched(
     model: HubId, revision: str, small_only: bool, *, weights: bool = False, ask: bool = True
 ) -> "tuple[Snapshot, Path]":
-    """Return a model's commit, and its folder or GGUF file, once its config and tokenizer, or `weights`, are there.
+    """Find a model in the cache, else download it. Return its snapshot, and its folder or its GGUF file.
 
-    They are looked for in the cache, then on the hub if it may be asked. Offline, files of the tokenizer may be absent.
+    A folder gets a config and a tokenizer; with `weights`, also weights. Without `ask`, nothing is downloaded. If the
+    hub cannot be reached, files of the tokenizer may be absent.
     """
     found, cache = None, f"the hub's cache, {cache_folder()}"
     absent = f"{model} is no file or folder{_hint(model.repo)}, and is not in {cache}"
@@ -117,7 +118,7 @@ class Unreachable(ModelError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The files of a commit, by their `names` in `folder`: in the cache or, with `sizes`, on the hub, to be fetched."""
+    """The files `names` of a commit. They are in the cache; or on the hub if there are `sizes`, until `fetch`."""
 
     id: HubId
     commit: str

@@ -56,10 +56,10 @@ def tensor_groups(checkpoint: Checkpoint) -> tuple[TensorGroup, ...]:
 
 
 def verify(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> bool:
-    """Read all tensors. Return whether there were checksums, with which files beside the weights are compared, too.
+    """Read all tensors, and all files that `lce.quantize` wrote. Return whether there were checksums to compare with.
 
     Raises ModelError for a file that is not as it was written, cannot be read, or has a number that is not finite.
-    `progress` gets the bytes read so far and of all tensors.
+    `progress` is called with the bytes of the tensors read so far and of all tensors.
     """
     for name, digest in checkpoint.manifest.files.items() if checkpoint.manifest else ():
         if digest != sha256_of(read_file(checkpoint.folder / name, LARGEST) or b""):

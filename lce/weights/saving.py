@@ -27,7 +27,7 @@ def save_quantised(
     """Write a checkpoint's tensors of these `shapes` to `path`: matrices in `schemes` are quantised, others copied.
 
     `weights` is the scheme's name that the user chose, `files` the contents of the files beside the weights. The file
-    appears whole or not at all, with checksums of its tensors and of `files`. `progress` gets the bytes read and all.
+    appears whole or not at all, with checksums of its tensors and of `files`. `progress` gets bytes read, and in all.
     """
     if checkpoint.quantised:
         raise ModelError(f"{named(checkpoint.folder)} is quantised already; give the checkpoint that it was made of")
@@ -61,7 +61,6 @@ def save_quantised(
 
 
 def _header(entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]], manifest: Manifest) -> bytes:
-    """Return the first bytes of a safetensors file that has the tensors of `entries` in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA: manifest.text()}}
     start = 0
     for name, (shape, dtype) in entries.items():

@@ -1,7 +1,7 @@
 """Slices of a checkpoint: of each matrix, only the rows or the columns that one rank of a divided model has.
 
-Of rows, only their bytes are read. Of columns, whole rows are read, a few at a time, because a file has them row by
-row; memory takes the columns alone. Quantised matrices are cut between the blocks of weights that share a scale.
+For rows, only their bytes are read. For columns, whole rows are read, a few at a time, because files store row by row;
+only the columns stay in memory. Quantised matrices are cut between the blocks of weights that share a scale.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

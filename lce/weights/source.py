@@ -160,7 +160,7 @@ class GgufSource(Source):
 
 @dataclass(frozen=True)
 class HubFolder(Source):
-    """A folder in the hub's cache. Unless only small files are wanted, missing weights are downloaded."""
+    """A folder in the hub's cache. Missing weights are downloaded when needed, unless only metadata was asked for."""
 
     snapshot: Snapshot
 
