@@ -177,11 +177,8 @@ def uses_threads() -> None:
     """
     import torch
 
-    if torch.get_num_threads() > 1 and os.getpid() not in _threaded:
-        _start_threads(torch.get_num_threads())
-
-
-def _start_threads(n: int) -> None:
+    if (n := torch.get_num_threads()) == 1 or os.getpid() in _threaded:
+        return
     if _threaded:
         fault = "this process was forked from one that had computed with several threads, which would hang here"
         remedy = "torch.set_num_threads(1) in it, or start processes by multiprocessing's 'spawn' and load there"

@@ -196,10 +196,6 @@ def combine(parts: Sequence[Attended]) -> Attended:
         return merged(parts)
     if gpu.launching.runs_on(out) and lse.dtype == torch.float32:
         return gpu.merging.combined(parts)
-    return _combined(parts)
-
-
-def _combined(parts: Sequence[Attended]) -> Attended:
     lses = torch.stack([lse for _, lse in parts])
     total = lses.logsumexp(0)
     weights = (lses - total.masked_fill(total == -math.inf, 0.0)).exp()

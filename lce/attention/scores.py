@@ -182,10 +182,6 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
         return choices.best_chunks(scores.contiguous(), forced, n, start, size)
     if gpu.launching.runs_on(scores) and scores.shape[-1] <= gpu.launching.MOST_CHUNKS:
         return gpu.choices.best_chunks(scores.contiguous(), forced, n, start, size)
-    return _best_chunks(scores, forced, n, start, size)
-
-
-def _best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
     own = ((start + torch.arange(scores.shape[1], device=scores.device)) // size)[:, None]
     unseen = torch.arange(scores.shape[-1], device=scores.device) >= own
     scores = scores.float().masked_fill(forced, torch.inf).masked_fill_(unseen, -torch.inf)

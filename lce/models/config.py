@@ -308,10 +308,6 @@ def rope_section(fields: Fields) -> Fields:
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters", part)
     if not older.values or not fields.values.get("rope_parameters"):
         return older if older.values else newer
-    return _joined(fields, older, newer)
-
-
-def _joined(fields: Fields, older: Fields, newer: Fields) -> Fields:
     kinds = {kind_of(older), kind_of(newer)} - {None, ""}
     shared = (older.values.keys() & newer.values.keys()) - {"rope_type", "type"}
     differing = ["rope_type"] if len(kinds) > 1 else []
@@ -413,10 +409,8 @@ def read_rope(fields: Fields, head_dim: int, scaling: Fields | None = None, thet
     theta = scaling.number("rope_theta", default=theta or fields.number("rope_theta", default=10000.0))
     if kind in ("ntk", "dynamic") and head_dim < 4:
         raise fields.refusal("head_dim", f"4 or more for rope scaling {kind!r} (it would be {head_dim})")
-    return RopeConfig(theta=theta) if kind == "none" else _scaled(fields, scaling, kind, theta, window)
-
-
-def _scaled(fields: Fields, scaling: Fields, kind: str, theta: float, window: int) -> RopeConfig:
+    if kind == "none":
+        return RopeConfig(theta=theta)
     original = fields.optional_integer("original_max_position_embeddings")
     original = original or scaling.optional_integer("original_max_position_embeddings")
     implied = max(1.0, window / original) if kind == "yarn" and original else None

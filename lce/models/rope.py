@@ -62,11 +62,9 @@ def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -
         return torch.cat((config.theta**exponents / divisors, divisors.new_zeros((head_dim - config.rotary_dim) // 2)))
     exponents = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     base: Tensor = config.theta**exponents
-    return base if config.kind == "none" else _scaled(base, exponents, config, head_dim, trained, length)
-
-
-def _scaled(base: Tensor, exponents: Tensor, config: RopeConfig, head_dim: int, trained: int, length: int) -> Tensor:
     match config.kind:
+        case "none":
+            return base
         case "linear":  # position interpolation (Chen et al., 2023): positions divided by the factor
             return base / config.factor
         case "ntk":

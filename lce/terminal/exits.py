@@ -11,8 +11,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any, NoReturn
 
@@ -109,17 +107,18 @@ class _Notes(io.FileIO):
 
 def keep_interrupts() -> None:
     """Make Ctrl-C during a finaliser (`__del__`) end the command soon; Python would print a traceback and go on."""
-    sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
+    show = sys.unraisablehook
 
+    def interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            main = threading.main_thread().ident
+            again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # a signal also interrupts a wait
+            again.daemon = True
+            again.start()
+        else:
+            show(ignored)
 
-def _interrupt_again(show: Callable[[Any], object], ignored: "sys.UnraisableHookArgs") -> None:
-    if issubclass(ignored.exc_type, KeyboardInterrupt):
-        main = threading.main_thread().ident
-        again = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))  # a signal also interrupts a wait
-        again.daemon = True
-        again.start()
-    else:
-        show(ignored)
+    sys.unraisablehook = interrupt_again
 
 
 def leave(code: int = INTERRUPTED) -> NoReturn:
