@@ -169,9 +169,9 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
             self.sparse_method.keep_queries(q, cache, step)
         differences = [kept.row(step.start // self.every)] if first and not all_dense else []
         if begins or all_dense:
-            some = (0, 1) if all_dense else (first, self.every)
-            dense_step = step.once("dense queries", lambda: step.strided(*some))
-            dense = self.dense_method.attend(q[:, some[0] :: some[1]], cache, dense_step)
+            begin, stride = (0, 1) if all_dense else (first, self.every)
+            dense_step = step.once("dense queries", lambda: step.part(begin, n, stride))
+            dense = self.dense_method.attend(q[:, begin::stride], cache, dense_step)
         if begins:
             of_groups = dense[:, first :: self.every] if all_dense else dense
             differences.append(of_groups.float() - sparse[:, first :: self.every])

@@ -77,12 +77,8 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
     presets: ClassVar = {"paper": {"sinks": 128, "local": 4096, "top_k": 2048, "eps": 3, "low_dim": 128}}  # window 8192
 
     def for_model(self, model: ModelFacts) -> Self:
-        if self.compress != "calibrated":
-            return self
-        if model.plan_only:
-            return replace(self, compress="pca", maps=None)  # `pca` needs no maps; its low-dim keys have the same size
         far = resolved(self.sized(model.window).far)
-        return replace(self, maps=maps_for(self.name, self.maps, self.low_dim, far, model, OTHERWISE))
+        return replace(self, **maps_for(self, self.name, far, model, OTHERWISE))
 
     def sized(self, window: int) -> Self:
         """Return this method with all knobs filled in; the maps are not checked."""
@@ -96,8 +92,7 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
 
     def resolve(self, window: int) -> Self:
         made = self.sized(window)
-        if made.compress == "calibrated":
-            check_maps(self.name, self.maps, self.low_dim, resolved(made.far), window, OTHERWISE)
+        check_maps(made, self.name, resolved(made.far), window, OTHERWISE)
         return made
 
     @property

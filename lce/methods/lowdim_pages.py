@@ -40,11 +40,7 @@ class LowDim(ContextSelector, name="lowdim"):
     usual_share: ClassVar[Share] = "layer"
 
     def for_model(self, label: str, model: ModelFacts) -> Self:
-        if self.compress == "pca":
-            return self
-        if model.plan_only:
-            return replace(self, compress="pca", maps=None)  # needs no maps; as many low-dim keys
-        return replace(self, maps=maps_for(label, self.maps, self.low_dim, max(1, model.window // 2), model, OTHERWISE))
+        return replace(self, **maps_for(self, label, max(1, model.window // 2), model, OTHERWISE))
 
     def check(self, label: str, selection: Selection, window: int) -> None:
         super().check(label, selection, window)
@@ -57,8 +53,7 @@ class LowDim(ContextSelector, name="lowdim"):
                 f"{label}: budget.top_p needs scores from the first page on, and select.compress=pca has none before "
                 "budget tokens; drop budget.top_p, or give select.compress=calibrated"
             )
-        if self.compress == "calibrated":
-            check_maps(label, self.maps, self.low_dim, max(1, window // 2), window, OTHERWISE)
+        check_maps(self, label, max(1, window // 2), window, OTHERWISE)
 
     def sample(self, selection: Selection) -> int:
         """Return the number of tokens whose principal components are taken."""

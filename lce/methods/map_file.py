@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -123,42 +124,49 @@ def _learned_for(header: bytes) -> LearnedFor:
         raise ValueError(f"its header is no header of maps: {shown(str(error))}") from None
 
 
-def maps_for(
-    method: str, maps: str | LowDimMaps | None, low_dim: int, far: int, model: ModelFacts, otherwise: str
-) -> LowDimMaps:
-    """Return the maps of a method for a model: `maps`, the maps of the file `maps`, or of the file beside the model.
+def maps_for(reader: Any, label: str, far: int, model: ModelFacts, otherwise: str) -> dict[str, Any]:
+    """Return the knobs to replace in `reader`, a method or selector with the knobs `compress`, `low_dim` and `maps`.
 
-    Raises an error for maps of another model or setting, and if there are none; `otherwise` are options without maps.
+    With `compress=calibrated` its maps become those of the file `maps`, or of the file beside the model. Raises an
+    error for maps of another model or setting, and if there are none; `otherwise` are options without maps.
     """
+    maps = reader.maps
+    if reader.compress != "calibrated":
+        return {}
+    if model.plan_only:
+        return {"compress": "pca", "maps": None}  # `pca` needs no maps; its low-dim keys have the same size
     if model.rope.follows_length:
         kind = model.rope.kind
         ntk = "--rope ntk --rope-factor F, " if kind == "dynamic" else ""
         raise UsageError(
-            f"{method}: under {kind} RoPE scaling queries rotate by the length of each text, and maps are "
+            f"{label}: under {kind} RoPE scaling queries rotate by the length of each text, and maps are "
             f"learned for one rotation; give {ntk}{otherwise}"
         )
     fingerprint = model.source.checkpoint.fingerprint()
-    wanted = LearnedFor(fingerprint, low_dim, far, model.window, model.rope)
+    wanted = LearnedFor(fingerprint, reader.low_dim, far, model.window, model.rope)
     sizes = (model.config.n_heads, model.config.n_kv_heads, model.config.head_dim)
     if isinstance(maps, LowDimMaps):
         if maps.learned_for is not None:
             wanted.check(maps.learned_for, maps.source, model.source.path)
         maps.check_shapes(model.config.acting_layers, *sizes)
-        return maps
+        return {}
     path = model.source.maps_file if maps is None else path_of(maps, "maps")
     if maps is None and not path.exists():
-        raise missing(method, wanted.command(model.source.path), otherwise)
-    shapes = LowDimMap.shapes(*sizes, low_dim)
-    return open_maps(path, wanted, shapes, model.config.acting_layers, model.source.path)
+        raise missing(label, wanted.command(model.source.path), otherwise)
+    shapes = LowDimMap.shapes(*sizes, reader.low_dim)
+    return {"maps": open_maps(path, wanted, shapes, model.config.acting_layers, model.source.path)}
 
 
-def check_maps(method: str, maps: str | LowDimMaps | None, low_dim: int, far: int, window: int, otherwise: str) -> None:
-    """Raise `UsageError` unless the maps of a resolved method are read and fit its knobs."""
+def check_maps(reader: Any, label: str, far: int, window: int, otherwise: str) -> None:
+    """Raise `UsageError` unless a resolved method or selector reads no maps, or maps that fit its knobs."""
+    maps, low_dim = reader.maps, reader.low_dim
+    if reader.compress != "calibrated":
+        return
     if not isinstance(maps, LowDimMaps):
         command = f"lce calibrate --model M --text FILE --out maps.safetensors --far {far}"
-        raise missing(method, command, otherwise)
+        raise missing(label, command, otherwise)
     if maps.low_dim != low_dim:
         what = f"low_dim is {low_dim}, but {maps!r} has {maps.low_dim}"
-        raise UsageError(f"{method}: {what}; give -o low_dim={maps.low_dim}")
+        raise UsageError(f"{label}: {what}; give -o low_dim={maps.low_dim}")
     if maps.learned_for is not None:
         replace(maps.learned_for, far=far, window=window).check(maps.learned_for, maps.source)

@@ -64,7 +64,7 @@ class Pages(ChunkMethod):
 
     def for_model(self, model: ModelFacts) -> Self:
         select = self.select.for_model(self.label, model)
-        drops = model.plan_only and select is not self.select  # a plan without maps: as many low-dim keys, by PCA
+        drops = model.plan_only and select != self.select  # a plan without maps: as many low-dim keys, by PCA
         return replace(self, select=select, budget=replace(self.budget, top_p=None) if drops else self.budget)
 
     def resolve(self, window: int) -> Self:

@@ -31,7 +31,7 @@ class Step:
     or tokens that queries chose, and before that `note_scores`, if given, with the scores of all candidates, -inf for
     those that a query cannot choose: once for the whole block, or once for each `part` of the block.
 
-    With a `stride` above 1 the queries are every `stride`-th token from `start` on: see `strided`.
+    With a `stride` above 1 the queries are every `stride`-th token from `start` on; the method's parts are all spans.
 
     Indices count rows of the cache; a token's position follows by `Rope.positions`.
     """
@@ -51,13 +51,9 @@ class Step:
     decoding: bool = field(default=False, kw_only=True)  # whether a generation appends a token that it sampled
     stride: int = field(default=1, kw_only=True)
 
-    def part(self, start: int, stop: int) -> Step:
-        """Return the step of the block's queries `start..stop-1`, counted from the block's first query."""
-        return replace(self, start=self.start + start, stop=self.start + stop, memo={}, all_devices={})
-
-    def strided(self, first: int, stride: int) -> Step:
-        """Return the step of every `stride`-th query of the block from query `first` on; for methods of spans alone."""
-        return replace(self, start=self.start + first, stride=stride, memo={}, all_devices={})
+    def part(self, start: int, stop: int, stride: int = 1) -> Step:
+        """Return the step of the block's queries `start..stop-1`, counted from its first; or of every `stride`-th."""
+        return replace(self, start=self.start + start, stop=self.start + stop, stride=stride, memo={}, all_devices={})
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return `make()`, called once for each pass, device and `name`; later calls return the first result."""
