@@ -5,20 +5,10 @@ import torch
 
 from lce.methods import available, make
 from tests import oracle
+from tests.methods.test_matrix import WINDOW, small
 from tests.pretended import Gpus
 from tests.running import cut, run, vectors
 
-WINDOW = 32
-KNOBS: dict[str, dict[str, object]] = {  # small enough that every method leaves something out
-    "dca": {"chunk_size": 10},
-    "delta": {"method": "streaming:sinks=2:local=9", "every": 8},
-    "esa": {"sinks": 4, "top_k": 9, "compress": "none"},
-    "infllm": {"block_size": 8, "sinks": 4, "top_k": 3, "repr_tokens": 2},
-    "lm_infinite": {"sinks": 3, "local": 16, "top_k": 5},
-    "longheads": {"chunk_size": 4},
-    "quest": {"dense_layers": 0, "page": 4, "budget": 16},
-    "xattention": {"stride": 2, "block_size": 4, "top_p": 0.7},
-}
 CASES = {"bfloat16, grouped": (torch.bfloat16, (4, 2), 0.03), "float16": (torch.float16, (2, 2), 0.005)}
 BLOCKS = [30, 38, 1, 1]
 
@@ -29,7 +19,7 @@ def test_equals_the_oracle(gpus: Gpus, name: str, case: str) -> None:
     """Where scores are close, another chunk may be chosen than in float64: for few queries."""
     dtype, heads, tolerance = CASES[case]
     q, k, v = (x.to(dtype) for x in vectors(3, *heads, sum(BLOCKS), 16))
-    setting, knobs = oracle.Setting(WINDOW, BLOCKS), KNOBS.get(name, {})
+    setting, knobs = oracle.Setting(WINDOW, BLOCKS), small(name)
     exact = [x.float() for x in (q, k, v)]
     truth = oracle.attention(*exact, oracle.DEFINITIONS[name](*exact, setting, **knobs), setting)
     with torch.inference_mode(), gpus.counting() as counts:

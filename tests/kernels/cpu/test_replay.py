@@ -113,7 +113,7 @@ def test_one_layers_attention_serves_layers_alike(
         asked = [context.fork(), context, context.fork()]
         asked[1].truncate(145)
         return [
-            engine.generate(tokens(9, seed=i), context=each, max_tokens=9, temperature=0, logprobs=1).logprobs
+            engine.generate(tokens(9, seed=i), context=each, max_tokens=6, temperature=0, logprobs=1).logprobs
             for i, each in enumerate(asked)
         ]
 
@@ -224,7 +224,7 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
     def passes() -> list[Tensor]:
         contexts = [engines[name].prefill(tokens(40 + 30 * i, seed=i)) for i, name in enumerate(methods.split())]
         lanes, found = list(zip(methods.split(), contexts, strict=True)), []
-        for turn in range(24):
+        for turn in range(16):
             n = (len(lanes), 3, 1, len(lanes))[turn % 4]
             shift = turn // 5 % len(lanes)
             some = [*lanes[shift:], *lanes[:shift]][:n]
