@@ -22,7 +22,7 @@ from tests import oracle
 from tests.command import assert_error, run
 from tests.running import cut
 
-WINDOW, TOKENS = 16, 40
+WINDOW, TOKENS = 16, 34
 SETTINGS = {
     "dca": "; chunk_size=5; chunk_size=16; temperature=true",
     "delta": "; every=5; method=lm_infinite:sinks=2:local=5 dense=rerope:local=6 every=4 dense_up_to=0; "
