@@ -92,7 +92,8 @@ def planned(given: Planning) -> Planned:
     chosen = fitted(given.method, facts, count(given.tokens, "tokens"), given.prefill_method)
     own = facts.config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
     scheme = scheme_of(given.weights) or scheme_of(own.get("weights"))
-    return sizes_of(given, facts, chosen, devices_of(given.device), scheme, source.headers)
+    checkpoint = source.checkpoint if source.types_in_headers else None
+    return sizes_of(given, facts, chosen, devices_of(given.device), scheme, checkpoint)
 
 
 def sizes_of(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lce.errors import ModelError, UsageError
 from lce.files import MAX_FILE_BYTES, named, object_of, open_regular, path_of, read_file
@@ -45,6 +45,7 @@ class Source:
     """
 
     path: Path
+    types_in_headers: ClassVar[bool] = False  # whether only the weights' headers say how matrices are stored
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -67,11 +68,6 @@ class Source:
     def checkpoint(self) -> Checkpoint:
         """The weights, with checked headers."""
         return Checkpoint.open(self.path)
-
-    @property
-    def headers(self) -> Checkpoint | None:
-        """The checkpoint, if only its headers say in which types matrices are stored; None where config.json does."""
-        return None
 
     @property
     def is_model(self) -> bool:
@@ -121,7 +117,6 @@ class GgufSource(Source):
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The weights, with checked headers."""
         tensors, orders = model_in(self._file).tensors()
         return Checkpoint(self._file.path, tensors, self._file.stamps, orders=orders)
 
@@ -133,11 +128,7 @@ class GgufSource(Source):
     def _tokenizer_files(self) -> Mapping[str, bytes]:
         return tokenizer_files(self._file.metadata, self._file.path)
 
-    @property
-    def headers(self) -> Checkpoint:
-        return self.checkpoint
-
-    is_model = has_weights = True
+    types_in_headers = is_model = has_weights = True
 
     @property
     def maps_file(self) -> Path:
