@@ -141,16 +141,10 @@ class Model:
         A weight in `config.biases` has a bias: `q` has `q_bias`. As in transformers, a head among the `stored` names is
         used even if the config ties the head to the embedding.
         """
-        sizes = {
-            "vocab": config.vocab_size,
-            "hidden": config.hidden_size,
-            "inner": config.intermediate_size,
-            "query": config.n_heads * config.head_dim,
-            "key": config.n_kv_heads * config.head_dim,
-            "head_dim": config.head_dim,
-            "qkv": (config.n_heads + 2 * config.n_kv_heads) * config.head_dim,
-            "gate_up": 2 * config.intermediate_size,
-        }
+        dim, inner = config.head_dim, config.intermediate_size
+        query, key = config.n_heads * dim, config.n_kv_heads * dim
+        sizes = {"vocab": config.vocab_size, "hidden": config.hidden_size, "head_dim": dim}
+        sizes |= {"query": query, "key": key, "qkv": query + 2 * key, "inner": inner, "gate_up": 2 * inner}
         table = cls.table(config, stored)
         return {name: (published, tuple(sizes[word] for word in words)) for name, (published, words) in table.items()}
 

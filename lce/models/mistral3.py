@@ -27,10 +27,6 @@ class Mistral3(Model):
         if issubclass(found, Mistral3):
             raise text.refusal("model_type", "the name of a text model's family")
         config = found.read(text, generation)
-        tied = text.flag("tie_word_embeddings", default=True)
-        return replace(
-            config,
-            tied=fields.flag("tie_word_embeddings", default=tied),
-            weight_prefix="language_model.",
-            unused=("vision_tower.*", "multi_modal_projector.*"),
-        )
+        tied = fields.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings", default=True))
+        unused = ("vision_tower.*", "multi_modal_projector.*")
+        return replace(config, tied=tied, weight_prefix="language_model.", unused=unused)

@@ -90,13 +90,6 @@ class Phi3(Llama):
             scaling.numbers(key, rotary // 2, (1e-3, 1e6)) if scaled else (1.0,) * (rotary // 2)
             for key in ("short_factor", "long_factor")
         )
-        return LongRope(
-            "longrope",
-            scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0)),
-            factor,
-            original,
-            scaling.number("attention_factor", default=scale),
-            rotary_dim=rotary,
-            short_factor=short,
-            long_factor=long,
-        )
+        theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
+        factors = theta, factor, original, scaling.number("attention_factor", default=scale)
+        return LongRope("longrope", *factors, rotary_dim=rotary, short_factor=short, long_factor=long)

@@ -36,11 +36,9 @@ class SmolLM3(Llama):
         types = layer_types(fields, [full if window is None or rotates else sliding for rotates in rotated])
         if window is None and sliding in types:
             raise fields.refusal("layer_types", f"{full} in all layers, as use_sliding_window and sliding_window say")
-        kinds = tuple(
-            LayerKind(window if kind == sliding else None, rotated=rotates)
-            for kind, rotates in zip(types, rotated, strict=True)
-        )
-        return replace(config, layer_kinds=kinds)
+        windows = [window if kind == sliding else None for kind in types]
+        kinds = (LayerKind(own, rotated=rotates) for own, rotates in zip(windows, rotated, strict=True))
+        return replace(config, layer_kinds=tuple(kinds))
 
 
 def _rotated(fields: Fields, n_layers: int) -> list[bool]:
