@@ -1,10 +1,12 @@
 """`lce leaderboard add` and `show`, from the questions to the page."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lce_lab.board import questions
 from tests.command import assert_error, ran, run
 from tests.lce_lab.board.test_ranking import CEILING, answers, at
 from tests.lce_lab.eval.test_report import file
@@ -12,8 +14,9 @@ from tests.lce_lab.eval.test_report import file
 ADD = ("-m", "demo", "--lengths", "512", "--samples", "1", "--quiet")
 
 
-def test_a_method_is_added_and_ranked(tmp_path: Path) -> None:
+def test_a_method_is_added_and_ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(questions, "StandardSuite", partial(questions.StandardSuite, questions=6))
     folder = tmp_path / "board"
     assert (added := run("leaderboard", "add", folder, *ADD, "--method", "streaming")).exit_code == 0, added.stderr
     (record,) = folder.iterdir()
@@ -22,7 +25,7 @@ def test_a_method_is_added_and_ranked(tmp_path: Path) -> None:
     asked = [json.loads(each) for each in before.splitlines()]
     cells = {(each["method"], each["length"], each.get("ceiling")) for each in asked}
     assert cells == {("full", 480, True), ("streaming", 512, None)}
-    assert {tuple(map(each.get, ("samples", "seed", "questions", "mode"))) for each in asked} == {(1, 0, 40, "shared")}
+    assert {tuple(map(each.get, ("samples", "seed", "questions", "mode"))) for each in asked} == {(1, 0, 6, "shared")}
     again = run("leaderboard", "add", folder, *ADD, "--method", "streaming", "--json")
     assert record.read_bytes() == before, "adding twice changes nothing"
     assert [cell["method"] for cell in json.loads(again.stdout)] == ["full", "streaming"]
