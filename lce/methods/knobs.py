@@ -185,18 +185,17 @@ def checked(value: T, label: str, prefix: str = "") -> T:
     """Return `value` if its knobs have valid types, else raise `UsageError`; 0 and 1 become bool for a bool knob."""
     kinds, changed = typing.get_type_hints(type(value)), {}
     for each in fields(value):  # type: ignore[arg-type]
-        if each.init:
-            x, kind, name = getattr(value, each.name), kinds[each.name], f"{label}: {prefix}{each.name}"
-            if x is each.default:
-                continue
-            if (base := value_type(kind)) is not None:
-                if not isinstance(x, base):
-                    raise UsageError(f"{name} is {shown(x)}; expected a {base.__name__}; text is for lce.methods.make")
-                y: Any = checked(x, label, f"{prefix}{each.name}.")
-            else:
-                y = _checked(name, x, kind)
-            if y is not x:
-                changed[each.name] = y
+        x, kind, name = getattr(value, each.name, MISSING), kinds[each.name], f"{label}: {prefix}{each.name}"
+        if not each.init or x is each.default:
+            continue
+        if (base := value_type(kind)) is not None:
+            if not isinstance(x, base):
+                raise UsageError(f"{name} is {shown(x)}; expected a {base.__name__}; text is for lce.methods.make")
+            y: Any = checked(x, label, f"{prefix}{each.name}.")
+        else:
+            y = _checked(name, x, kind)
+        if y is not x:
+            changed[each.name] = y
     return replace(value, **changed) if changed else value  # type: ignore[type-var]
 
 

@@ -67,8 +67,7 @@ class Driver:
     @cached_property
     def numbers(self) -> Sequence[int]:
         """For each layer, the number of its kind in `methods`."""
-        order = [*self.methods]
-        return [order.index(kind) for kind in self.kinds]
+        return [[*self.methods].index(kind) for kind in self.kinds]
 
     def begin(
         self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None, decoding: bool = False
