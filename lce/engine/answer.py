@@ -92,10 +92,7 @@ class Sampler:
         self.sampling = sampling
         self._prompt = torch.tensor(prompt if sampling.repetition_penalty != 1 else (), dtype=torch.int64).unique()
         self._random = torch.Generator()
-        if sampling.seed is None:
-            self._random.seed()
-        else:
-            self._random.manual_seed(sampling.seed)
+        self._random.seed() if sampling.seed is None else self._random.manual_seed(sampling.seed)
 
     @timed("sampling")
     def pick(self, logits: Tensor, answer: Sequence[int] = ()) -> int:

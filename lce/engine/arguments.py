@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from lce.engine.options import Checked, Counted, Record, number, option
-from lce.errors import ModelError, UsageError
+from lce.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,23 +131,6 @@ class Sampling(Record):
         """Raise `UsageError` if `logit_bias` has ids beyond a vocabulary."""
         if (wrong := max(self.logit_bias, default=0)) >= vocab_size:
             raise UsageError(f"logit_bias has token {wrong}; expected ids below {vocab_size}, the model's vocabulary")
-
-
-def recommended(generation: Mapping[str, Any]) -> Sampling | None:
-    """Return the sampling that the fields of a generation_config.json recommend; None if no field is about sampling.
-
-    If `do_sample` is false the temperature is 0. A missing temperature is 1; other missing knobs are off.
-    """
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    own = {knob: generation[knob] for knob in names if generation.get(knob) is not None}
-    if generation.get("do_sample") is False:
-        own["temperature"] = 0.0
-    elif not own and not generation.get("do_sample"):
-        return None
-    try:
-        return Sampling(**{"temperature": 1.0, **own})
-    except UsageError as error:
-        raise ModelError(f"generation_config.json: {error}; correct the file, or give a temperature of 0") from None
 
 
 def are_many(prompt: object) -> bool:

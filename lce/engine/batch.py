@@ -77,9 +77,8 @@ class Batch(Unique):
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(f"cache_dir is {shown(str(folder))}: {error.strerror}; name another folder") from None
-        memory = (free_host_memory() or 8 << 30) // 2
-        if cache_memory is not None:
-            memory = in_bytes(cache_memory, "cache_memory")
+        half = (free_host_memory() or 8 << 30) // 2
+        memory = half if cache_memory is None else in_bytes(cache_memory, "cache_memory")
         self._prefixes = PrefixCache(folder, memory, budget, reuse)
         self._changed = self._prefixes.changed
         self._choosing = threading.Lock()  # for `_using`, so that each method has one setup
@@ -165,7 +164,6 @@ class Batch(Unique):
 
     def add_context(self, name: str, path: str | Path) -> None:
         """Keep a context file of the batch's engine under a name. Raises `DataError` for any other file."""
-        self._check_name(name)
         self._add(name, self.setup, open_context(self.setup, path))
 
     def _add(self, name: str, setup: Setup, context: Context) -> None:
@@ -183,8 +181,7 @@ class Batch(Unique):
     @property
     def contexts(self) -> dict[str, Context]:
         """The named contexts."""
-        with self._changed:
-            return {name: context for name, (_, context) in self._named.items()}
+        return {name: context for name, (_, context) in self._named.copy().items()}
 
     def drop_context(self, name: str) -> None:
         """Give up a named context. Requests that began with it go on. Raises `UsageError` for an unknown name."""

@@ -69,18 +69,15 @@ class DividedFiles(ContextFiles):
                 k, v = (x[heads].to(self.own.device) for x in layer.span(start, stop))
                 own.write(k, v)
             cache.commit()
-        kept = {name: self._heads_of(x) for name, x in whole.tensors().items() if not name.startswith(UNROUNDED)}
+        total, (first, stop), kept = self.division.config.n_kv_heads, self.division.kv_heads, dict[str, Tensor]()
+        for name, x in whole.tensors().items():  # the first dimension of a method's state counts query or KV heads
+            if not name.startswith(UNROUNDED):
+                kept[name] = x[first * len(x) // total : stop * len(x) // total].clone()
         for layer in cache.layers:
             layer.state = restored_states(layer.layout, layer.index, kept)
         cache = replace(whole, layout=cache.layout, layers=cache.layers, stacks=cache.stacks, file=None)
         logits = None if data.logits is None else data.logits.to(self.own.device)
         return replace(data, cache=cache, logits=logits)
-
-    def _heads_of(self, state: Tensor) -> Tensor:
-        """Return this rank's part of a method's state, whose first dimension counts query heads or KV heads."""
-        n, total = len(state), self.division.config.n_kv_heads
-        first, stop = self.division.kv_heads
-        return state[first * n // total : stop * n // total].clone()
 
     def check_space(self, path: Path, n_tokens: int) -> None:
         check, ranks = super().check_space, self.division.ranks

@@ -225,7 +225,9 @@ class KeptFiles:
         self._writing = path.stem
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._make_space(_file_bytes(entry)):
+            cache, small = entry.context.cache, entry.context.data.tensors()
+            n_needed = FileLayout(cache.layout, cache.length).small_start + sum(x.nbytes for x in small.values())
+            if not self._make_space(n_needed + entry.ids.nbytes):
                 raise CapacityError("it is larger than the budget for kept contexts")
             write_whole(path.with_suffix(".ids"), entry.ids.tobytes())
             entry.context.save(path)
@@ -259,14 +261,6 @@ class KeptFiles:
                     self._entries.drop(entry)
                 entry.unsavable = True
         return total + n_bytes <= self.budget
-
-
-def _file_bytes(entry: Entry) -> int:
-    """Return the bytes of the files that an entry with a context will have."""
-    assert entry.context is not None
-    data, cache = entry.context.data, entry.context.cache
-    n_small = sum(each.nbytes for each in data.tensors().values())
-    return int(FileLayout(cache.layout, cache.length).small_start + n_small + entry.ids.nbytes)
 
 
 def _read_ids(path: Path) -> Ids:

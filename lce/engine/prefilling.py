@@ -23,11 +23,7 @@ from lce.sizes import count
 
 
 def prefill(
-    setup: Setup,
-    document: Prompt,
-    context: Context | None = None,
-    length: int | str | None = None,
-    progress: Progress | bool | None = None,
+    setup: Setup, document: Prompt, context: Context | None, length: int | str | None, progress: Progress | bool | None
 ) -> Context:
     """Append a document to `context`, or to a new context: see `Engine.prefill`."""
     announced = 0 if length is None else count(length, "length", least=0)

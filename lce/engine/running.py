@@ -67,8 +67,7 @@ def lane_of(setup: Setup, context: Context, ids: Sequence[int], driver: Driver |
         from lce.engine.graph import DecodeGraph
 
         context.graph = DecodeGraph(setup.model, setup.driver, setup.device, setup.tape(setup.device))
-    graph = context.graph if driver is None and setup.tape is not None else None
-    recorded = None if graph is None else graph.append
+    recorded = context.graph.append if driver is None and setup.tape is not None and context.graph else None
     return Lane(driver or setup.driver, context.cache, context.rope, ids, recorded, **how)
 
 

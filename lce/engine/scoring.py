@@ -48,11 +48,7 @@ def logits(setup: Setup, token_ids: Prompt) -> Tensor:
 
 @torch.inference_mode()
 def score(
-    setup: Setup,
-    token_ids: Prompt,
-    context: Context | None = None,
-    first: int | None = None,
-    progress: Progress | bool | None = None,
+    setup: Setup, token_ids: Prompt, context: Context | None, first: int | None, progress: Progress | bool | None
 ) -> TokenScores:
     """Return the log-probability of each token of a text: see `Engine.score`."""
     ids, before = prompt_ids(setup, token_ids, context), 0 if context is None else len(context)

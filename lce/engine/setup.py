@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lce.cache.layout import CacheLayout
-from lce.engine.arguments import Sampling, recommended
+from lce.engine.arguments import Sampling
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextFiles
-from lce.errors import LceError, UsageError, WindowWarning, shown
+from lce.errors import LceError, ModelError, UsageError, WindowWarning, shown
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.run import Driver
@@ -155,8 +155,20 @@ class Setup(Planned):
 
     @property
     def recommended_sampling(self) -> Sampling | None:
-        """The sampling that the model's generation_config.json recommends, for `sampling=`; None if it names none."""
-        return recommended(self.config.generation)
+        """The sampling that the model's generation_config.json recommends, for `sampling=`; None if it names none.
+
+        If `do_sample` is false the temperature is 0. A missing temperature is 1; other missing knobs are off.
+        """
+        given, names = self.config.generation, ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        own = {knob: given[knob] for knob in names if given.get(knob) is not None}
+        if given.get("do_sample") is False:
+            own["temperature"] = 0.0
+        elif not own and not given.get("do_sample"):
+            return None
+        try:
+            return Sampling(**{"temperature": 1.0, **own})
+        except UsageError as error:
+            raise ModelError(f"generation_config.json: {error}; correct the file, or give a temperature of 0") from None
 
     def rope_of(self, length: int, offset: int = 0) -> Rope:
         """Return the RoPE of a context that is announced to have `length` tokens in the end; see `Rope.positions`."""

@@ -126,13 +126,13 @@ class Division:
 
     def check(self) -> None:
         """Raise `UsageError` if there are more ranks than parts."""
-        count, config = self.ranks.count, self.config
-        if count > config.n_kv_heads:
-            most = f"the model has {config.n_kv_heads} key/value heads, and each rank needs one of its own"
-            raise UsageError(f"{count} ranks; expected {config.n_kv_heads} or fewer: {most}")
-        if count > (most_parts := -(-config.intermediate_size // self.unit)):
-            most = f"the MLP has {config.intermediate_size} units, which are divided in multiples of {self.unit}"
-            raise UsageError(f"{count} ranks; expected {most_parts} or fewer: {most}")
+        n_heads, n_units = self.config.n_kv_heads, self.config.intermediate_size
+        for most, why in (
+            (n_heads, f"the model has {n_heads} key/value heads, and each rank needs one of its own"),
+            (-(-n_units // self.unit), f"the MLP has {n_units} units, which are divided in multiples of {self.unit}"),
+        ):
+            if self.ranks.count > most:
+                raise UsageError(f"{self.ranks.count} ranks; expected {most} or fewer: {why}")
 
 
 def _moved(span: Span, by: int) -> Span:
