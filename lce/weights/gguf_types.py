@@ -107,7 +107,7 @@ def _fields(packed: NDArray[np.uint8], bits: int, up: int = 0) -> NDArray[np.uin
 def _looked_up(packed: NDArray[np.uint8], table: tuple[int, ...]) -> NDArray[np.int8]:
     """Return the values of a table at the nibbles of bytes, in the order of `_fields`."""
     nibbles, values = _fields(packed, 4), np.array(table, np.int8).tobytes().ljust(256)
-    return np.frombuffer(bytearray(nibbles.data).translate(values), np.int8).reshape(nibbles.shape)
+    return np.frombuffer(nibbles.tobytes().translate(values), np.int8).reshape(nibbles.shape)
 
 
 def _with_k_scales(x: Any, codes: NDArray[np.uint8]) -> Exploded:
