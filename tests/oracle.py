@@ -29,7 +29,6 @@ class Setting:
 
     window: int
     blocks: Sequence[int] = ()
-    theta: float = 10000.0
     frequencies: Tensor | None = None  # of a scaled RoPE; `factor` is its factor on rotated vectors
     factor: float = 1.0
     sliding_window: int | None = None
@@ -37,7 +36,7 @@ class Setting:
     def angles(self, dim: int) -> Tensor:
         if self.frequencies is not None:
             return self.frequencies.double()
-        return torch.tensor([self.theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+        return torch.tensor([10000.0 ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
 
 
 def as_complex(x: Tensor) -> Tensor:
@@ -90,7 +89,7 @@ UNSEEN = 1 << 40  # the distance of a token that is not attended
 
 
 class Text:
-    """The vectors of a whole text and their setting: H query heads over G KV heads, `rep` to one; queries i, keys j."""
+    """A text's vectors and their setting. `rep` query heads share a KV head; `i`, `j` index queries and keys."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> None:
         self.q, self.k, self.v, self.setting, self.window = q, k, v, setting, setting.window
@@ -114,6 +113,8 @@ DEFINITIONS: dict[str, Callable[..., Tables]] = {}  # of `q`, `k`, `v`, a settin
 
 
 def definition(define: Callable[..., Tables]) -> Callable[..., Tables]:
+    """Register a definition by its name, as a function of `q`, `k`, `v` and a setting in place of a `Text`."""
+
     def tables(q: Tensor, k: Tensor, v: Tensor, setting: Setting, **knobs: Any) -> Tables:
         return define(Text(q, k, v, setting), **knobs)
 
@@ -305,8 +306,9 @@ def by_weight(
     keep_first: bool = True,
     keep_last: bool = True,
 ) -> Tables:
-    """Take the chunks of most weight: `weigh(h, i, own, size)` of those before a query's own. With `alike` the weights
-    decide the order alone.
+    """Take the chunks of most weight, where `weigh(h, i, own, size)` weighs the `own` chunks before a query's.
+
+    With `alike`, the weights order the chunks, and all chunks count the same for `top_p`.
     """
     size = chunk_size or min(32, text.window // 32)
     most = budget // size if budget else chunks or text.window // size
