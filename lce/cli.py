@@ -21,6 +21,7 @@ from lce.terminal.options import flag
 from lce.terminal.output import Output, empty_or_unasked, generation_line, note, plain, prefill_line
 from lce.terminal.reading import Opening, ends
 
+_LEVELS = f"{', '.join(levels.NAMES)}, or all that a wheel has; repeatable.  [default: this processor's]"
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
 
 
@@ -229,12 +230,7 @@ def quantize(model: str, weights: str, out: str, output: Output) -> None:
 
 
 @cli.command()
-@flag(
-    "--level LEVEL",
-    f"{', '.join(levels.NAMES)}, or all that a wheel has; repeatable.  [default: this processor's]",
-    type=click.Choice([*levels.NAMES, "all"]),
-    multiple=True,
-)
+@flag("--level LEVEL", _LEVELS, type=click.Choice([*levels.NAMES, "all"]), multiple=True)
 @options.output_options
 def warm(level: tuple[str, ...], output: Output) -> None:
     """Compile the CPU kernels that are missing, ahead of their first use: in a container's image, for example.

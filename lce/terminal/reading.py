@@ -142,7 +142,11 @@ class Opening:
             return self._opened(self.context_file)
         name, length = "full" if self.method is None else self.method, None
         if text is not None and name == lce.methods.registry.AUTO:
-            length = max(least, _n_tokens(self.model, text) + more)
+            from lce.models.layers import read_config
+            from lce.weights.source import source_of
+
+            source = source_of(self.model)  # no weights are loaded to count tokens
+            length = max(least, len(source.tokenizer(read_config(source).vocab_size).encode(text)) + more)
         how: Any = {"length": length, **named_methods(name, self.knobs, self.prefill_method), **self.loading}
         return lce.load(self.model, **how), None
 
@@ -181,15 +185,6 @@ def named_methods(method: str, knobs: Mapping[str, Any], prefill_method: str | N
     if own:
         raise UsageError(f"-o {next(iter(own))} is a knob of one method, and {method} takes one with its own; name it")
     return {"method": method, "prefill_method": made}
-
-
-def _n_tokens(model: str, text: str) -> int:
-    """Return the number of a text's tokens. Loads no weights."""
-    from lce.models.layers import read_config
-    from lce.weights.source import source_of
-
-    source = source_of(model)
-    return len(source.tokenizer(read_config(source).vocab_size).encode(text))
 
 
 def method_name(method: str) -> str:
