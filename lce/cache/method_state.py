@@ -327,7 +327,7 @@ class _OpenGroup(MethodState):
 
     size: int
     row_bytes: int
-    n_rows: int = 0  # the number of a group's rows; 0: one for each token
+    n_rows: ClassVar[int] = 0  # the number of a group's rows; 0: one for each token
 
     def committed(self, n_tokens: int) -> Held:
         return self._held[0], min(self._held[1], n_tokens // self.size)
@@ -400,11 +400,10 @@ class OpenChunk(_OpenGroup):
         return rows, min(chunk_id, n_tokens // self.size)
 
 
-@dataclass(eq=False)
 class FirstRow(_OpenGroup):
     """A state with one row `[heads, 1, R]` of the open group of `size` tokens, replaced at the commit of a pass."""
 
-    n_rows: int = 1
+    n_rows: ClassVar[int] = 1
 
     def write(self, row: Tensor, group: int) -> None:
         """Keep the row `[heads, 1, R]` of a group, from the commit of this pass on."""

@@ -5,8 +5,8 @@ counts slots. All slabs except the last have the same number of slots.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -158,29 +158,24 @@ class Fetch:
     """Work for another thread, or for a caller who needs it first. If interrupted, the caller calls `finish` again."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._future: Future[None] = Future()
+        self._work: Callable[[], None] | None = work  # None: done
+        self._error: Exception | None = None
+        self._lock = Lock()
 
     def begin(self) -> None:
         """Hand the work to the process' one fetching thread."""
-        lasting_executor(1, FETCHER).submit(self._by_the_thread)
+        lasting_executor(1, FETCHER).submit(self.finish)
 
-    def _by_the_thread(self) -> None:
-        if self._future.set_running_or_notify_cancel():
-            try:
-                self._future.set_result(self._work())
-            except BaseException as error:
-                self._future.set_exception(error)
-
-    def finish(self) -> BaseException | None:
+    def finish(self) -> Exception | None:
         """Wait until the thread has done the work, or do it here. Return the error that it raised. May be repeated."""
-        if not self._future.cancel():  # the thread has begun the work
-            return self._future.exception()
-        try:
-            self._work()
-        except Exception as error:
-            return error
-        return None
+        with self._lock:
+            if self._work is not None:
+                try:
+                    self._work()
+                except Exception as error:
+                    self._error = error
+                self._work = None
+        return self._error
 
 
 def located(slabs: Slabs, slots: Numbers) -> Iterator[tuple[Parts, Numbers, slice]]:

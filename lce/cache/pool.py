@@ -71,8 +71,6 @@ class Pool(Tier):
     @property
     def n_free(self) -> int:
         """The number of pages that can be added before another page must leave."""
-        if self.max_slots == UNBOUNDED:
-            return UNBOUNDED
         return int((self.slots.group < 0).sum()) + self.max_slots - self.n_slots
 
     @property
