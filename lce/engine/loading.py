@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from lce.attention import Attention
 from lce.cache.layout import all_devices, device_layout, devices_text
 from lce.engine.engine import Engine
 from lce.engine.identity import Identity
-from lce.engine.options import LoadOptions, option, plain, takes
+from lce.engine.options import LoadOptions, option, takes
 from lce.engine.saving import ContextFiles
 from lce.engine.setup import Planned, Setup
 from lce.engine.sizing import devices_of, facts_of, fitted, sizes_of
@@ -49,7 +49,7 @@ def load(given: Loading) -> Engine:
     `length` tokens; its name is printed on stderr. Raises `ModelError` for what is no valid model or cannot be had, and
     `UsageError` for options that cannot be used. The options:
     """
-    if (threads := plain(given.threads)) is not None:
+    if (threads := given.threads) is not None:
         torch.set_num_threads(_within_cores(threads, usable_cores()))
     return Engine(_loaded(given, ALONE) if given.ranks is None else _of_rank(given))
 
@@ -83,7 +83,7 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     facts = facts_of(given, source, config)
     like = sharing.setup.layout if isinstance(sharing, Engine) else None
     borders = like.borders if like is not None and all_devices(like) == devices else None
-    chosen = fitted(given.method, facts, plain(given.length), given.prefill_method)
+    chosen = fitted(given.method, facts, cast("int | None", given.length), given.prefill_method)
     made = sizes_of(given, facts, chosen, devices, scheme, checkpoint, ranks, borders)
     own, layout, attention = made.config, made.layout, Attention.choose(given.attention)
     if sharing is not None:

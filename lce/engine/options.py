@@ -54,7 +54,10 @@ def option(
 
 
 class Record:
-    """A frozen dataclass of options. It holds what the options' parsers return; a default None is "not given"."""
+    """A frozen dataclass of options. It holds what the options' parsers return; a default None is "not given".
+
+    The type of a field also allows what a user may give, such as "4k"; the parsed value is an int.
+    """
 
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():
@@ -139,12 +142,6 @@ class Checked:
         except (TypeError, ValueError, OverflowError, AttributeError):
             pass
         raise UsageError(f"{name} is {shown(value)}; expected {self.expected}")
-
-
-def plain(number: int | str | None) -> int | None:
-    """Return a parsed number of a record. The field's type also allows text, as it is before parsing."""
-    assert not isinstance(number, str)
-    return number
 
 
 def _rope_kind(kind: Any, name: str) -> str:

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from lce.engine.answer import Answer
-from lce.engine.context import new_context, reserve
+from lce.engine.context import Context, new_context, reserve
 from lce.engine.lanes import forward
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
@@ -142,7 +142,7 @@ class Scheduler:
             try:
                 lane.check()
                 context.store_logits(lane)
-                self._say(request, lane.likeliest)
+                self._say(request, context, lane.likeliest)
             except BaseException as error:  # a callback may raise any, and it must not end the thread
                 self._end(request, error)
         seconds = time.perf_counter() - began
@@ -150,10 +150,9 @@ class Scheduler:
         self._shortest_s[len(asked)] = shortest
         self._slice_s = max(LEAST_SLICE_S, SLOWDOWN * shortest - seconds)
 
-    def _say(self, request: Request, likeliest: int | None = None) -> None:
+    def _say(self, request: Request, context: Context, likeliest: int | None = None) -> None:
         """Draw the next token of an answer, and hand its text over."""
-        context, answer = request.context, request.answer
-        assert context is not None
+        answer = request.answer
         assert answer is not None
         assert context.logits is not None
         text = answer.take(context.logits, likeliest)
@@ -249,7 +248,7 @@ class Scheduler:
             return
         request.n_said, request.state = len(context), "decode"
         request.answer = Answer(request.options, setup.eos_ids, setup.tokenizer, request.result, context.token_ids)
-        self._say(request)
+        self._say(request, context)
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
         """End a request, and hand its context over, or keep it for later ones."""

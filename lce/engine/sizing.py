@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from lce import system
 from lce.cache.layout import Budgets, CacheLayout, device_layout, devices_text, kv_dtype_of
-from lce.engine.options import SizeOptions, plain, takes
+from lce.engine.options import SizeOptions, takes
 from lce.engine.planning import ALLOWANCE, Plan, Planner
 from lce.engine.setup import Planned
 from lce.errors import UsageError, nearest, shown
@@ -108,7 +108,7 @@ def sizes_of(
 ) -> Planned:
     """Return the sizes of one rank of an engine with a fitted method. Matrices that are stored quantised stay so."""
     spill_dir = None if options.spill_dir is None else Path(options.spill_dir)
-    budgets = Budgets(plain(options.kv_device_budget), plain(options.kv_host_budget), spill_dir)
+    device, host, block = cast("list[int | None]", [options.kv_device_budget, options.kv_host_budget, options.block])
     config, division, stored = facts.config, None, checkpoint.shapes if checkpoint else {}
     dtype = dtype_of(options.dtype, checkpoint.dtype if checkpoint else lambda: DTYPES[config.dtype or "float32"])
     family = model_class(config)
@@ -135,8 +135,8 @@ def sizes_of(
         dtype,
         devices[0],
         access_of(chosen, config.kinds),
-        budgets,
-        plain(options.block) or chosen.block,
+        Budgets(device, host, spill_dir),
+        block or chosen.block,
         chosen.state,
         chosen.could_keep,
         kv_dtype=kv_dtype_of(options.kv_dtype),
@@ -172,7 +172,7 @@ def facts_of(options: SizeOptions, source: Source, config: ModelConfig, *, plan_
     """Return what a method may know of a model: the window and the RoPE scaling are the user's, if given."""
     given = (options.rope, options.rope_factor) != (None, None)
     rope = scaled(config.rope, options.rope, options.rope_factor) if given else config.rope
-    return ModelFacts(source, config, plain(options.window) or config.window, rope, plan_only=plan_only)
+    return ModelFacts(source, config, cast("int | None", options.window) or config.window, rope, plan_only=plan_only)
 
 
 def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
