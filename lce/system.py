@@ -99,6 +99,7 @@ def default_threads() -> int | None:
     """Return the number of threads for torch: its default, at most `usable_cores`; None if the environment sets one."""
     if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         return None
+    check_environment()
     import torch
 
     return min(torch.get_num_threads(), usable_cores())

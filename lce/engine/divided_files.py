@@ -4,8 +4,6 @@ The first rank writes, and asks all ranks for the heads of one stretch of tokens
 rank reads it, and copies its own heads into its cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +33,7 @@ class DividedFiles(ContextFiles):
     division: Division
 
     @classmethod
-    def of(cls, own: CacheLayout, identity: Identity, division: Division) -> DividedFiles:
+    def of(cls, own: CacheLayout, identity: Identity, division: Division) -> "DividedFiles":
         """Return the files of an engine whose rank has this layout."""
         config, cpu = division.config, torch.device("cpu")
         whole = replace(own, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, device=cpu, budgets=Budgets())
@@ -147,7 +145,7 @@ class _Gathered(KVCache):
     heads: _Heads
 
     @classmethod
-    def of(cls, layout: CacheLayout, heads: _Heads) -> _Gathered:
+    def of(cls, layout: CacheLayout, heads: _Heads) -> "_Gathered":
         buffer, n = KVBuffer(layout, 0), heads.cache.length
         layers: list[LayerCache] = [
             _GatheredLayer(layer, layout, buffer, None, {}, n, heads=heads) for layer in layout.layers

@@ -5,8 +5,6 @@ the kernel sums each row in the same order as for one row alone. A longer lane s
 the bits of a lane's results do not depend on other lanes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +38,7 @@ class Lane:
     cache: KVCache
     rope: Rope
     token_ids: Sequence[int]
-    recorded: Callable[[Lane], bool] | None = None
+    recorded: "Callable[[Lane], bool] | None" = None
     ahead: bool = False
     decoding: bool = False  # whether the lane's token was sampled: see `Step`
     logits: Tensor | None = None

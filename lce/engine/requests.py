@@ -1,7 +1,5 @@
 """The requests of a batch, and the streams by which their callers read the answers."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import weakref
@@ -83,7 +81,7 @@ class Request:
     options: Options
     start: Context | None = None
     reads_only: bool = False
-    hand_over: Callable[[Request, Context], None] | None = None
+    hand_over: "Callable[[Request, Context], None] | None" = None
     held: Context | None = None  # the caller's own
     threads: Set[int] = frozenset()
     result: Generation = field(default_factory=Generation)

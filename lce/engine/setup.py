@@ -1,7 +1,5 @@
 """What an engine runs with: a method on a model, and all else that `lce.load` decided."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import warnings
@@ -129,8 +127,8 @@ class Setup(Planned):
     files: ContextFiles
     driver: Driver
     eos_ids: frozenset[int]
-    tape: Callable[[torch.device], CudaTape] | None
-    again: Callable[[str | Method, Setup], Setup]
+    tape: "Callable[[torch.device], CudaTape] | None"
+    again: "Callable[[str | Method, Setup], Setup]"
     _end: _End = field(default_factory=_End)  # freed after the model, because it is the last attribute
 
     @property
@@ -174,7 +172,7 @@ class Setup(Planned):
         """Return the RoPE of a context that is announced to have `length` tokens in the end; see `Rope.positions`."""
         return Rope(self.rope, self.config.head_dim, self.config.window, length, offset)
 
-    def using(self, method: str | Method) -> Setup:
+    def using(self, method: str | Method) -> "Setup":
         """Return a setup with another method, and this setup's weights and options.
 
         A method that reads prompts alone (`prefill_method`) is not taken over. Raises `UsageError` for a method or a
@@ -182,7 +180,7 @@ class Setup(Planned):
         """
         return self.again(method, self)
 
-    def observed(self, observer: Observer) -> Setup:
+    def observed(self, observer: Observer) -> "Setup":
         """Return a setup like this one with an observer, which sees what the method chooses in every layer.
 
         Engines of the two setups may use each other's contexts. `observer` has the methods of `lce.methods.Observer`.

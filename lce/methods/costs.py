@@ -7,8 +7,6 @@ Only products count: queries with keys, softmax weights with values, and product
 softmaxes and the search for the largest scores do not count, because their cost lacks the factor D.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class Cost:
     rows_read: int | None = 0
     state_read: int | None = 0
 
-    def __add__(self, other: Cost) -> Cost:
+    def __add__(self, other: "Cost") -> "Cost":
         return Cost(*map(total, vars(self).values(), vars(other).values()))
 
 

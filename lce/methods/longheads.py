@@ -1,7 +1,5 @@
 """LongHeads: each head of each query attends a few chosen chunks, within the trained window."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -66,7 +64,7 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
         return replace(made, budget=budget, share=share, one_layer=self.fix_layer)
 
     @property
-    def selector(self) -> Ranked:
+    def selector(self) -> "Ranked":
         return Ranked(self.rank, self.fix_head)
 
 

@@ -5,8 +5,6 @@ A sum of dot products over all heads of a layer becomes one dot product of R num
 token's KV heads. The low-dim keys `k B + b` are computed when the keys are written to the cache.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import shlex
@@ -87,7 +85,7 @@ class LearnedFor:
             f"--low-dim {self.low_dim} --far {self.far} --window {self.window} {scaling}"
         )
 
-    def check(self, found: LearnedFor, source: str, model: object = "M") -> None:
+    def check(self, found: "LearnedFor", source: str, model: object = "M") -> None:
         """Raise `DataError` if maps learned for `found` are another model's, `UsageError` if other options differ."""
         if found.fingerprint != self.fingerprint:
             raise DataError(

@@ -1,7 +1,5 @@
 """Placements of chosen chunks: the kinds of `Placement`, besides `SideBySide`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
