@@ -151,4 +151,8 @@ def n_pairs(n_queries: int, n_keys: int, causal: bool, window: int | None = None
     """Return how many keys the queries see in all: 10 for 2 queries and 5 keys, 9 if causal, 6 in a window of 3."""
     if not causal:
         return n_queries * n_keys
-    return sum(min(seen, n_keys if window is None else window) for seen in range(n_keys - n_queries + 1, n_keys + 1) if seen > 0)
+    return sum(
+        min(seen, n_keys if window is None else window)
+        for seen in range(n_keys - n_queries + 1, n_keys + 1)
+        if seen > 0
+    )
