@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import lce
-from lce.errors import UsageError
 from lce_serve.answering import Json, common
 from lce_serve.conversation import prompt_or_messages, rendered
 from lce_serve.fields import Fields
@@ -53,7 +52,7 @@ def _longest(engine: Any) -> int | None:
 async def models(service: Service, request: Request) -> Response:
     """List the model, and the model with each named context."""
     own = service.settings.model
-    names = [own, *(f"{own}@{name}" for name in service.batch.contexts)]
+    names = [own, *(f"{own}@{name}" for name in [each["name"] for each in service.named.described()])]
     return Json({"object": "list", "data": [_model(service, name) for name in names]})
 
 
@@ -102,13 +101,9 @@ async def detokenize(service: Service, request: Request, fields: Fields) -> Resp
     return Json({"content": text, "prompt": text})
 
 
-def _context(name: str, context: Any) -> dict[str, Any]:
-    return {"name": name, "object": "context", "n_tokens": len(context)}
-
-
 async def contexts(service: Service, request: Request) -> Response:
     """List the named contexts."""
-    return Json({"object": "list", "data": [_context(*pair) for pair in service.batch.contexts.items()]})
+    return Json({"object": "list", "data": service.named.described()})
 
 
 async def make_context(service: Service, request: Request, fields: Fields) -> Response:
@@ -116,6 +111,7 @@ async def make_context(service: Service, request: Request, fields: Fields) -> Re
     batch, name = service.batch, fields.text("name")
     if not name:
         raise wrong("name", None, "a name")
+    service.named.check(name)
     how = common(service, Fields({**fields.body, "context": None, "model": None}))
     method = {key: how[key] for key in ("method", "method_options")}
     prompt, said = prompt_or_messages(fields)
@@ -125,21 +121,19 @@ async def make_context(service: Service, request: Request, fields: Fields) -> Re
         made = rendered(engine.tokenizer, said, answer=False) if prompt is None else prompt
         n = len(engine.tokenizer.encode(made) if isinstance(made, str) else engine.tokenizer.encode_parts(made))
         room(engine, n, 1)
-        return batch.make_context(name, made, **method)
+        return batch.read(made, keep_context=True, **method)
 
     stream = await asyncio.to_thread(begin)
     try:
         await unless_gone(request, stream.afinish())
     finally:
         stream.cancel()
-    return Json(_context(name, batch.contexts[name]))
+    service.named.add(name, stream.setup, stream.context)
+    return Json({"name": name, "object": "context", "n_tokens": len(stream.context)})
 
 
 async def drop_context(service: Service, request: Request) -> Response:
     """Give up a named context."""
     name = request.path_params["name"]
-    try:
-        service.batch.drop_context(name)
-    except UsageError as error:
-        raise Refusal(404, str(error), "name", "context_not_found") from None
+    service.named.drop(name)
     return Json({"name": name, "object": "context", "deleted": True})

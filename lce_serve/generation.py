@@ -205,9 +205,8 @@ async def begin(service: Service, record: Record, asked: Asked) -> Run:
 
     Templates, tokenizers and the batch's checks run in a thread, so that they hold nobody up.
     """
-    batch = service.batch
     constraints = await _constraints(service, asked, len(asked.prompts) * asked.n)
-    submission = _Submission(batch, asked, constraints)
+    submission = _Submission(service, asked, constraints)
     try:
         await asyncio.to_thread(submission.run)
     except BaseException:
@@ -220,17 +219,17 @@ async def begin(service: Service, record: Record, asked: Asked) -> Run:
 class _Submission:
     """Hands a request over to the batch. `cancel` may come at any time, from another thread."""
 
-    def __init__(self, batch: Any, asked: Asked, constraints: list[Any]) -> None:
-        self._batch, self._asked, self._constraints = batch, asked, constraints
+    def __init__(self, service: Service, asked: Asked, constraints: list[Any]) -> None:
+        self._service, self._asked, self._constraints = service, asked, constraints
         self._cancelled = False
         self.streams: list[Any] = []
         self.shorter: list[Shorter] = []  # see `Choice`; one for each stream
 
     def run(self) -> None:
         """Render and encode all prompts, then start their streams."""
-        asked, batch = self._asked, self._batch
-        engine = engine_for(batch, asked.method, asked.method_options)
-        before = 0 if asked.context is None else len(batch.contexts[asked.context])
+        asked = self._asked
+        engine, self._start = beginning(self._service, asked.context, asked.method, asked.method_options)
+        self._setup, before = engine.setup, 0 if self._start is None else len(self._start)
         for make in asked.prompts:
             prompt = make()
             ids = prompt if isinstance(prompt, list) else engine.tokenizer.encode_parts(prompt)
@@ -248,9 +247,8 @@ class _Submission:
                     return
 
     def _stream(self, prompt: Any, most: int, options: dict[str, Any]) -> Any:
-        asked = self._asked
-        where = {"method": asked.method, "method_options": asked.method_options, "context": asked.context}
-        return self._batch.stream(prompt, max_tokens=most, **where, **options)
+        where = {"method": self._setup, "context": self._start}
+        return self._service.batch.stream(prompt, max_tokens=most, **where, **options)
 
     def _again(self, prompt: Any, most: int, options: dict[str, Any]) -> Shorter:
         """Return what starts a stream again for half of the tokens it had before."""
@@ -267,6 +265,20 @@ class _Submission:
         self._cancelled = True
         for stream in list(self.streams):
             stream.cancel()
+
+
+def beginning(service: Service, context: str | None, method: str | None, options: Any) -> tuple[Any, Any]:
+    """Return the engine of a request, and the named context that the request continues, or None.
+
+    Refuses what `engine_for` refuses, an unknown context, and another method than that of the context.
+    """
+    engine = engine_for(service.batch, method, options)
+    if context is None:
+        return engine, None
+    setup, start = service.named.get(context)
+    if method is not None and engine.method != setup.method:
+        raise Refusal(400, f"the context {context} has a method of its own; leave `method` out", "method")
+    return lce.Engine(setup), start
 
 
 def engine_for(batch: Any, method: str | None, options: dict[str, Any] | None) -> Any:

@@ -19,7 +19,7 @@ from lce.sizes import size_text
 from lce_serve.answering import common, openai_options
 from lce_serve.conversation import prompt_or_messages, rendered
 from lce_serve.fields import Fields
-from lce_serve.generation import engine_for, room
+from lce_serve.generation import beginning, room
 from lce_serve.refusals import Refusal
 from lce_serve.service import Record, Service
 from lce_serve.sse import Gone, unless_gone
@@ -38,8 +38,8 @@ async def inspect(service: Service, request: Request, fields: Fields) -> Respons
 
     def begin() -> tuple[Any, list[int]]:
         """Have the batch read the prompt but for its end. Return the stream, and the ids of the end."""
-        engine = engine_for(batch, how["method"], how["method_options"])
-        tokenizer, before = engine.tokenizer, 0 if context is None else len(batch.contexts[context])
+        engine, start = beginning(service, context, how["method"], how["method_options"])
+        tokenizer, before = engine.tokenizer, 0 if start is None else len(start)
         if prompt is None:
             text = rendered(tokenizer, messages, variables=variables, following=context is not None)
             ids = tokenizer.encode_parts(text)
@@ -49,8 +49,7 @@ async def inspect(service: Service, request: Request, fields: Fields) -> Respons
         cut = max(len(ids) - LAST, 0 if before else 1)
         if cut >= len(ids):
             raise Refusal(400, "the prompt is too short; expected two tokens or more", "prompt")
-        where = {"method": how["method"], "method_options": how["method_options"], "context": context}
-        return batch.read(ids[:cut], **where), ids[cut:]
+        return batch.read(ids[:cut], method=engine.setup, context=start), ids[cut:]
 
     stream, rest = await asyncio.to_thread(begin)
     try:

@@ -50,7 +50,7 @@ async def count_tokens(service: Service, request: Request, fields: Fields) -> Re
     """Count the tokens of a conversation."""
     tokenizer, context = service.engine.tokenizer, common(service, fields)["context"]
     render = rendering(tokenizer, _messages(fields), _tools(fields), fields, context is not None)
-    n_before = 0 if context is None else len(service.batch.contexts[context])
+    n_before = 0 if context is None else len(service.named.get(context)[1])
     ids = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.encode_parts(render())))
     return Json({"input_tokens": n_before + len(ids)})
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import lce
+from lce_serve.contexts import NamedContexts
 from lce_serve.grammar import Vocabulary
 from lce_serve.metrics import Metrics
 from lce_serve.refusals import Refusal
@@ -49,12 +50,12 @@ class Load:
     batch: Mapping[str, Any] = field(default_factory=dict)
     contexts: Mapping[str, str] = field(default_factory=dict)
 
-    def begin(self) -> Any:
-        """Load the model, and return a batch with the named contexts."""
+    def begin(self, named: NamedContexts) -> Any:
+        """Load the model, open the contexts into `named`, and return a batch."""
         batch = lce.load(**self.loading).batch(**self.batch)
         try:
             for name, path in self.contexts.items():
-                batch.add_context(name, path)
+                named.add(name, batch.setup, lce.Engine(batch.setup).open_context(path))
         except BaseException:
             batch.close()
             raise
@@ -71,7 +72,7 @@ class Service:
 
     def __init__(self, settings: Settings, batch: Any = None) -> None:
         self.settings = settings
-        self.metrics = Metrics(settings.model)
+        self.metrics, self.named = Metrics(settings.model), NamedContexts()
         self.started = int(time.time())
         self.draining = False
         self.active = 0  # requests that are being answered
@@ -136,8 +137,8 @@ class Service:
             line = f"there is no model {name[:80]!r}; this is {self.settings.model!r}"
             raise Refusal(404, line, "model", "model_not_found")
         context = context or behind or None
-        if context is not None and context not in self.batch.contexts:
-            raise Refusal(404, f"there is no context {context[:80]!r}", "context", "context_not_found")
+        if context is not None:
+            self.named.get(context)
         return context
 
 

@@ -66,7 +66,8 @@ def serve(
     load = Load({"model": model, **methods, **loading}, batch, contexts_of(context))
     with running.bound(host, port) as sock, ExitStack() as closing:
         if replicas == 1:
-            service, begin, app = Service(settings), load.begin, None
+            service, app = Service(settings), None
+            begin = partial(load.begin, service.named)
         else:
             service = DoorService(settings)
             begin, app = partial(closing.enter_context(_local()).begin, load, settings, replicas), door(service)

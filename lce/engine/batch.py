@@ -12,21 +12,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 from lce.engine.arguments import Prompt, Prompts
-from lce.engine.context import Context, Unique, open_context, own_context
-from lce.engine.options import check_names
+from lce.engine.context import Context, Unique, own_context
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import BatchStream, Request
 from lce.engine.running import checked_options, prompt_ids
 from lce.engine.scheduler import Scheduler
 from lce.engine.setup import Setup
 from lce.engine.stream import Generation
-from lce.errors import LceError, UsageError, nearest, shown
+from lce.errors import UsageError, shown
 from lce.files import path_of
 from lce.methods.base import Method
 from lce.methods.registry import make
@@ -80,24 +78,24 @@ class Batch(Unique):
         half = (free_host_memory() or 8 << 30) // 2
         memory = half if cache_memory is None else in_bytes(cache_memory, "cache_memory")
         self._prefixes = PrefixCache(folder, memory, budget, reuse)
-        self._changed = self._prefixes.changed
         self._choosing = threading.Lock()  # for `_using`, so that each method has one setup
         self._using = lru_cache(MOST_METHODS)(setup.using)
-        self._named: dict[str, tuple[Setup, Context]] = {}
         self._prefixes.learn(setup)
         self._scheduler = Scheduler(setup.model, self.max_lanes, self.max_waiting, self._prefixes)
         self._process = os.getpid()
         atexit.register(self._at_exit)
 
-    def setup_of(self, method: str | Method | None = None, options: Mapping[str, Any] | None = None) -> Setup:
+    def setup_of(self, method: str | Method | Setup | None = None, options: Mapping[str, Any] | None = None) -> Setup:
         """Return the setup for a method and its knobs, with the batch's model; the batch's own setup for None.
+
+        A setup that this method or a stream has returned is returned as it is.
 
         Raises `UsageError` for a method or knobs that cannot be used.
         """
         if options is not None and not isinstance(options, Mapping):
             raise UsageError(f"method_options is {shown(options)}; expected a mapping of knobs to values")
-        if method is None and not options:
-            return self.setup
+        if not options and (method is None or isinstance(method, Setup)):
+            return method or self.setup
         if method is None:
             method = self.setup.method.label
         if isinstance(method, str):
@@ -113,106 +111,55 @@ class Batch(Unique):
         self,
         prompt: Prompt | ChatText,
         *,
-        method: str | Method | None = None,
+        method: str | Method | Setup | None = None,
         method_options: Mapping[str, Any] | None = None,
-        context: str | Context | None = None,
+        context: Context | None = None,
         keep_context: bool = False,
         **options: Any,
     ) -> BatchStream:
         """Ask for the answer to a prompt: text, token ids, or a rendered chat. Returns at once.
 
-        `method` and `method_options` are the request's own method and knobs. `context` is a context that the prompt
-        continues, or the name of one: see `add_context`. With `keep_context`, the stream's `context` has prompt and
-        answer when the stream has ended; it is the caller's, and is not kept for other requests. Options are those of
-        `Engine.generate`. Raises `UsageError` for what cannot be used, and `BusyError` if the queue is full.
+        `method` and `method_options` are the request's own method and knobs; `method` may be the `setup` of a stream.
+        The prompt continues `context`, a context of an engine with this method. With `keep_context`, the stream's
+        `context` has prompt and answer when the stream has ended; it is the caller's, and is not kept for other
+        requests. Options are those of `Engine.generate`. Raises `UsageError` for what cannot be used, and `BusyError`
+        if the queue is full.
         """
-
-        def hold(request: Request, held: Context) -> None:
-            request.held = held
-
-        return self._ask(prompt, method, method_options, context, options, hold if keep_context else None)
+        return self._ask(prompt, method, method_options, context, options, _hand_over if keep_context else None)
 
     def read(
         self,
         prompt: Prompt | ChatText,
         *,
-        method: str | Method | None = None,
+        method: str | Method | Setup | None = None,
         method_options: Mapping[str, Any] | None = None,
-        context: str | Context | None = None,
+        context: Context | None = None,
+        keep_context: bool = False,
     ) -> BatchStream:
         """Read a prompt. The stream ends, without pieces, when it is read; its `context` is then the caller's own.
 
-        The context belongs to the engine of the stream's `setup`. Arguments and errors are those of `stream`.
+        The context belongs to the engine of the stream's `setup`. Without `keep_context`, later requests may begin with
+        a copy of it. Arguments and errors are those of `stream`.
         """
 
         def give_fork(request: Request, held: Context) -> None:
             request.held = held.fork()
             self._prefixes.keep(request, held)
 
-        return self._ask(prompt, method, method_options, context, None, give_fork)
-
-    def make_context(self, name: str, prompt: Prompt | ChatText, **how: Any) -> BatchStream:
-        """Read a text, and keep it as the context `name`. The stream ends, without pieces, when it is read.
-
-        `how` may be `method` and `method_options`. Raises the errors of `stream`.
-        """
-        self._check_name(name)
-        check_names(how, ("method", "method_options"), "option")
-
-        method, knobs = how.get("method"), how.get("method_options")
-        return self._ask(prompt, method, knobs, None, None, lambda asked, made: self._add(name, asked.setup, made))
-
-    def add_context(self, name: str, path: str | Path) -> None:
-        """Keep a context file of the batch's engine under a name. Raises `DataError` for any other file."""
-        self._add(name, self.setup, open_context(self.setup, path))
-
-    def _add(self, name: str, setup: Setup, context: Context) -> None:
-        with self._changed:
-            self._check_name(name)
-            self._named[name] = setup, context
-
-    def _check_name(self, name: object) -> None:
-        if not isinstance(name, str) or not name or len(name) > 200 or not name.isprintable() or "@" in name:
-            raise UsageError(f"a context's name is {shown(name)}; expected some printable characters without @")
-        with self._changed:
-            if name in self._named:
-                raise UsageError(f"there is a context {name} already; name another, or drop it first")
-
-    @property
-    def contexts(self) -> dict[str, Context]:
-        """The named contexts."""
-        return {name: context for name, (_, context) in self._named.copy().items()}
-
-    def drop_context(self, name: str) -> None:
-        """Give up a named context. Requests that began with it go on. Raises `UsageError` for an unknown name."""
-        with self._changed:
-            self._found(name)
-            del self._named[name]
-
-    def _found(self, name: str) -> tuple[Setup, Context]:
-        with self._changed:
-            if name in self._named:
-                return self._named[name]
-            remedy = nearest(str(name), self._named) if self._named else "make one by make_context or add_context"
-            raise UsageError(f"there is no context {shown(name)}; {remedy}")
+        return self._ask(prompt, method, method_options, context, None, _hand_over if keep_context else give_fork)
 
     def _ask(
         self,
         prompt: Prompt | ChatText,
-        method: str | Method | None,
+        method: str | Method | Setup | None,
         knobs: Mapping[str, Any] | None,
-        context: str | Context | None,
+        context: Context | None,
         given: Mapping[str, Any] | None,
         hand_over: Callable[[Request, Context], None] | None,
     ) -> BatchStream:
         """Submit a request: see `stream`. Without options in `given`, the prompt is only read."""
         setup = self.setup_of(method, knobs)
-        if not isinstance(context, str):
-            start = own_context(setup, context)
-        else:
-            wanted, (setup, start) = setup, self._found(context)
-            if method is not None and setup.method != wanted.method:
-                raise UsageError(f"the context {context} has a method of its own; leave `method` out")
+        start = own_context(setup, context)
         options = checked_options(setup, {"max_tokens": 1} if given is None else given)
         chat = prompt if isinstance(prompt, ChatText) else None
         ids = prompt_ids(setup, prompt, start) if chat is None else setup.tokenizer.encode_parts(chat)
@@ -250,9 +197,6 @@ class Batch(Unique):
     def _stop(self, drain_s: float, *, save: bool) -> None:
         self._scheduler.close(drain_s)
         self._prefixes.close(save=save)
-        for context in self.contexts.values():
-            with suppress(LceError):
-                context.close()
 
     def __enter__(self) -> Self:
         return self
@@ -265,6 +209,10 @@ class Batch(Unique):
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+
+def _hand_over(request: Request, context: Context) -> None:
+    request.held = context
 
 
 def answers(setup: Setup, prompts: Prompt | Prompts, options: Mapping[str, Any]) -> list[Generation]:

@@ -157,39 +157,36 @@ def test_the_same_prompt_again_reads_its_last_token(batch: Batch) -> None:
     assert batch.gauges()["contexts"] == 1
 
 
-def test_named_contexts_are_read_once_and_stay(batch: Batch, tmp_path: Path) -> None:
+def read(batch: Batch, ids: list[int], **how: Any) -> dict[str, Any]:
+    """Read a text for later requests alone that name it: the options by which these continue it."""
+    stream = batch.read(ids, keep_context=True, **how)
+    assert finish(stream).token_ids == []
+    return {"method": stream.setup, "context": stream.context}
+
+
+def test_a_context_that_is_read_once_stays(batch: Batch) -> None:
     text = tokens(80)
-    assert finish(batch.make_context("book", text)).token_ids == []
-    asked = [batch.stream(tokens(5, seed=i), context="book", max_tokens=6) for i in range(4)]
-    found = [finish(stream) for stream in asked]
-    for i, each in enumerate(found):
+    book = read(batch, text)
+    assert finish(batch.stream(text[:70], max_tokens=1)).stats.read_before == 0, "nobody else continues it"
+    asked = [batch.stream(tokens(5, seed=i), **book, max_tokens=6) for i in range(4)]
+    for i, each in enumerate([finish(stream) for stream in asked]):
         truth = alone(batch, tokens(5, seed=i), context=lce.Engine(batch.setup).prefill(text), max_tokens=6)
         assert (facts(each), each.stats.prompt_tokens) == (facts(truth), 5)
-    assert len(batch.contexts["book"]) == 80
-    batch.contexts["book"].save(tmp_path / "book.lce")
-    batch.add_context("again", tmp_path / "book.lce")
-    assert facts(finish(batch.stream(tokens(5), context="again", max_tokens=6))) == facts(found[0])
-    with pytest.raises(UsageError, match="already"):
-        batch.make_context("book", text)
-    with pytest.raises(UsageError, match="again"):
-        batch.stream(text, context="agaim")
-    batch.drop_context("book")
-    with pytest.raises(UsageError, match="no context"):
-        batch.drop_context("book")
+    assert len(book["context"]) == 80
 
 
-def test_turns_on_a_named_context_are_read_once(tiny_model: Path, tmp_path: Path) -> None:
+def test_turns_on_a_context_are_read_once(tiny_model: Path, tmp_path: Path) -> None:
     """Each turn continues the kept context of the one before, in memory alone: the document has a file already."""
     engine = lce.load(tiny_model, lce.methods.LongHeads(chunk_size=8), block=BLOCK)
     with engine.batch(cache_dir=tmp_path) as batch:
-        finish(batch.make_context("book", tokens(200)))
+        book = read(batch, tokens(200))
         said, truth = tokens(7, seed=1), engine.prefill(tokens(200))
         for turn in range(5):
-            result = finish(batch.stream(said, context="book", max_tokens=6))
+            result = finish(batch.stream(said, **book, max_tokens=6))
             assert result.token_ids == engine.generate(said[len(truth) - 200 :], context=truth, max_tokens=6).token_ids
             assert result.stats.read_before == (0 if not turn else len(said) - 1 - 7)
             said = [*said, *result.token_ids, *tokens(7, seed=turn + 2)]
-        assert len(batch.contexts["book"]) == 200
+        assert len(book["context"]) == 200
     assert not [*tmp_path.rglob("*.lce")]
 
 
@@ -221,24 +218,14 @@ def test_a_stream_hands_its_context_over(batch: Batch) -> None:
     assert cancelled.context is None
 
 
-def test_a_context_of_a_method_is_asked_by_naming_the_method_or_not(batch: Batch) -> None:
-    finish(batch.make_context("book", tokens(60), method="streaming"))
+def test_a_context_of_a_method_is_asked_by_its_setup(batch: Batch) -> None:
+    book = read(batch, tokens(60), method="streaming")
     for i in range(40):  # more engines than a batch keeps
         batch.setup_of("streaming", {"local": 20 + i})
-    found = [finish(batch.stream([5], context="book", method=name, max_tokens=4)) for name in (None, "streaming")]
-    assert facts(found[0]) == facts(found[1])
-    with pytest.raises(UsageError, match="of its own"):
-        batch.stream([5], context="book", method="dca")
-
-
-def test_two_of_the_same_name_and_one_that_is_cancelled(batch: Batch) -> None:
-    streams = [batch.make_context("book", tokens(300, seed=i)) for i in range(2)]
-    assert finish(streams[0]).finish_reason == "stop"
-    with pytest.raises(UsageError, match="already"):
-        finish(streams[1])
-    stream = batch.make_context("more", tokens(3000))
-    stream.cancel()
-    assert (finish(stream).finish_reason, list(batch.contexts)) == ("cancelled", ["book"])
+    truth = lce.Engine(book["method"]).generate([5], context=book["context"].fork(), max_tokens=4)
+    assert facts(finish(batch.stream([5], **book, max_tokens=4))) == facts(truth)
+    with pytest.raises(UsageError, match="another engine"):
+        batch.stream([5], context=book["context"], method="dca")
 
 
 @pytest.mark.parametrize("method", ["full", "longheads"])
@@ -258,13 +245,13 @@ def test_a_prompt_is_read_for_its_caller_and_stays_cached(method: str, batch: Ba
     assert finish(again).stats.read_before >= 80
 
 
-def test_a_named_context_is_read_on_for_the_caller(batch: Batch) -> None:
-    finish(batch.make_context("book", tokens(60), method="streaming"))
-    stream = batch.read(tokens(9), context="book")
+def test_a_context_is_read_on_for_the_caller(batch: Batch) -> None:
+    book = read(batch, tokens(60), method="streaming")
+    stream = batch.read(tokens(9), **book)
     finish(stream)
     assert stream.context is not None
     assert (stream.context.token_ids, lce.Engine(stream.setup).method.name) == ([*tokens(60), *tokens(9)], "streaming")
-    assert len(batch.contexts["book"]) == 60
+    assert len(book["context"]) == 60
     cancelled = batch.read(tokens(3000))
     cancelled.cancel()
     assert finish(cancelled).finish_reason == "cancelled"
@@ -285,14 +272,6 @@ def test_what_cannot_be_used_is_refused_at_once(prompt: Any, options: dict[str, 
     with pytest.raises(UsageError):
         batch.stream(prompt, **options)
     assert finish(batch.stream([5, 6], max_tokens=2)).token_ids
-
-
-def test_contexts_that_cannot_be_named(batch: Batch) -> None:
-    for name, prompt, options in (("a@b", [5], {}), ("", [5], {}), ("a", "", {}), ("a", [5], {"max_tokens": 3})):
-        with pytest.raises(UsageError):
-            batch.make_context(name, prompt, **options)
-    with pytest.raises(UsageError, match="there is no context 5"):
-        batch.drop_context(5)  # type: ignore[arg-type]
 
 
 def test_another_engines_context_is_refused(batch: Batch, tiny_model: Path) -> None:
@@ -572,9 +551,7 @@ def test_many_threads_ask_at_once(full: lce.Engine) -> None:
                 result = stream.finish()
                 if result.finish_reason != "cancelled":
                     found[i, j] = result.token_ids  # type: ignore[index]
-                name = f"{i}-{j}"
-                batch.make_context(name, tokens(9, seed=i)).finish()
-                batch.drop_context(name)
+                batch.read(tokens(9, seed=i)).finish()
 
         together([partial(ask, i) for i in range(10)])
         assert len(found) >= 26

@@ -1,11 +1,15 @@
 """Completions, Responses, Messages, and the small endpoints."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from lce.errors import UsageError
+from lce_serve.contexts import NamedContexts
+from lce_serve.service import Load
 from tests.lce_serve.conftest import events
 
 
@@ -96,7 +100,9 @@ def test_tokens_go_there_and_back(client: TestClient) -> None:
 
 def test_a_context_is_made_asked_and_dropped(client: TestClient, engine: Any) -> None:
     made = client.post("/contexts", json={"name": "book", "prompt": "the old miller took the bread"})
-    assert made.status_code == 200, made.text
+    assert (made.status_code, made.json()["n_tokens"]) == (200, 17), made.text
+    wrong = ("book", "a@b", "a\n", "x" * 201)
+    assert {client.post("/contexts", json={"name": each, "prompt": "a"}).status_code for each in wrong} == {400}
     assert [each["name"] for each in client.get("/contexts").json()["data"]] == ["book"]
     assert "tiny@book" in [each["id"] for each in client.get("/v1/models").json()["data"]]
     assert client.get("/v1/models/tiny@book").status_code == 200
@@ -106,8 +112,19 @@ def test_a_context_is_made_asked_and_dropped(client: TestClient, engine: Any) ->
     assert found.json()["choices"][0]["text"] == own.text
     asked = {"messages": [{"role": "user", "content": "and?"}], "context": "book", "max_tokens": 2}
     assert client.post("/v1/chat/completions", json=asked).status_code == 200
+    assert "of its own" in client.post("/v1/completions", json={**prompt, "context": "book", "method": "dca"}).text
     assert (client.delete("/contexts/book").status_code, client.delete("/contexts/book").status_code) == (200, 404)
     assert client.post("/v1/completions", json={**prompt, "model": "tiny@book"}).status_code == 404
+
+
+def test_files_of_contexts_are_served_by_name(engine: Any, chat_model: Path, tmp_path: Path) -> None:
+    engine.prefill("the old miller").save(tmp_path / "book.lce")
+    named, loading = NamedContexts(), {"model": chat_model, "threads": 1}
+    with Load(loading, contexts={"book": str(tmp_path / "book.lce")}).begin(named) as batch:
+        setup, context = named.get("book")
+        assert batch.stream(" took", method=setup, context=context, max_tokens=2).finish().token_ids
+    with pytest.raises(UsageError, match="there is a context book already"):
+        Load(loading, contexts={"book": str(tmp_path / "book.lce")}).begin(named)
 
 
 def test_figures_have_vllms_names(client: TestClient) -> None:
