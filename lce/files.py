@@ -165,19 +165,11 @@ def sweep(target: Path) -> None:
 
 def remove_leftover(path: Path) -> None:
     """Remove a temporary file, unless a process has locked it."""
-    try:
-        descriptor = open_regular(path, follow=False)
-    except DataError:
-        return
-    try:
-        if time.time() - os.fstat(descriptor).st_ctime < _SETTLED:
+    with suppress(DataError, OSError), open(open_regular(path, follow=False), "rb") as file:
+        if time.time() - os.fstat(file.fileno()).st_ctime < _SETTLED:
             time.sleep(_SETTLED)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if another process has locked the file
         path.unlink(missing_ok=True)
-    except OSError:
-        pass  # another process has locked the file
-    finally:
-        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
-    "lce": (32_560, "lines; 32,500 are wanted: a fifth are kernels, which wait for their own rebuilding"),
+    "lce": (32_500, "lines; a fifth are kernels, which wait for their own rebuilding"),
     "lce_serve": (3_830, "lines; two APIs, a page, replicas and the door in front of servers"),
     "lce_lab": (12_000, "lines; commands, tasks, benchmarks, records and pages"),
-    "tests": (39_850, "lines; 40,000 are wanted: the slow truth and the stand-ins for GPUs are 2,700"),
+    "tests": (40_000, "lines: the slow truth and the stand-ins for GPUs are 2,700"),
     "words": (55_000, "in README, CONTRIBUTING, docs and benchmarks, the tour's code included"),
     "README": (120, "lines: the first screen, a document asked, methods and figures, what next"),
     "minimal": (400, "lines of examples/minimal.py: the whole idea in one file"),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.cache.kv import UNROUNDED, Eviction, KVCache
+from lce.cache.kv import UNROUNDED, Eviction
 from lce.cache.layout import CacheLayout, FileLayout, state_of
 from lce.cache.method_state import FileTensor
 from lce.cache.row_file import raw_bytes, read_all
@@ -151,12 +151,6 @@ def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> by
     size = size or 8 + -(-len(raw) // 8) * 8
     assert 8 + len(raw) <= size, "the header is larger than its space"
     return (size - 8).to_bytes(8, "little") + raw.ljust(size - 8)
-
-
-def cache_facts(cache: KVCache) -> dict[str, Any]:
-    """Return the manifest's entries about the cache: its format, its rows, and which tokens have none."""
-    own = {"format": EVICTED, "evicted": list(cache.evicted)} if cache.fixed else {"format": FORMAT}
-    return {"read": cache.length, **own}
 
 
 def page_facts(layout: CacheLayout) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """A context: a sequence of tokens that an engine has prefilled and can continue. Makes and checks contexts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +118,7 @@ class Context(Unique):
             raise UsageError("this context is being asked already: wait for that answer, or ask a fork() of it")
         return self._lock
 
-    def fork(self) -> Context:
+    def fork(self) -> "Context":
         """Return an independent context with the same tokens. On a CPU the two share the memory of these tokens."""
         with self.hold():
             return Context(replace(self.data, cache=self.cache.fork(), saves=set()), self.rope, self.files)

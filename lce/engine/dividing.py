@@ -55,13 +55,7 @@ def _join() -> None:
     except (RuntimeError, ValueError) as error:
         cause = " ".join(str(error).split())[:160]
         raise RankError(f"this rank found no others within {LIMIT_S} s; start all with torchrun ({cause})") from error
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    """Leave the group before Python ends: gloo's threads may not outlive the group."""
-    gc.collect()  # what still refers to the group
-    dist.destroy_process_group()
+    atexit.register(lambda: (gc.collect(), dist.destroy_process_group()))  # gloo's threads may not outlive the group
 
 
 def check_same(ranks: Ranks, made: Setup) -> None:

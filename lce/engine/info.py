@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lce.cache.manifest import FORMAT, contradiction, read_header
+from lce.cache.row_file import Descriptor
 from lce.engine.identity import file_of, knobs_of, model_identity
 from lce.engine.saving import part_of, state_of
 from lce.engine.sizing import fitted
@@ -150,11 +151,7 @@ def describe(path: str | Path) -> ContextInfo:
     path = path_of(path)
     complete = os.path.lexists(path) or not os.path.lexists(state_of(path))
     file, part = path if complete else state_of(path), part_of(path)
-    descriptor = open_regular(file, follow=False)
-    try:
-        header = read_header(descriptor, file)
-    finally:
-        os.close(descriptor)
+    header = read_header(Descriptor(open_regular(file, follow=False)), file)
     facts: dict[str, Any] = {"kv_dtype": "auto", "weights": None, **header.manifest.identity}
     try:
         (n_tokens,), rope = header.entries["tokens"]["shape"], facts["rope"]

@@ -207,7 +207,8 @@ class KeptFiles:
         while True:
             with self._lock:
                 unsaved = (each for each in self._entries if each.is_unsaved and not each.busy)
-                waits = {each: _idle_s(each) + each.used - time.time() for each in unsaved}
+                idle = {each: max(LEAST_IDLE_S, each.memory_bytes / SAVED_BYTES_PER_S) for each in unsaved}
+                waits = {each: each.used - time.time() + (0 if each.urgent else idle[each]) for each in idle}
                 due = min(waits, key=lambda each: waits[each], default=None)
                 if due is None and self._closing:
                     return
@@ -270,8 +271,3 @@ def _read_ids(path: Path) -> Ids:
     if not raw or len(raw) % 4:
         raise ValueError(f"{path} has {len(raw)} bytes; expected some tokens of 4 bytes each")
     return np.frombuffer(raw, dtype=np.int32)
-
-
-def _idle_s(entry: Entry) -> float:
-    """Return the seconds for which a context is idle before it is saved."""
-    return 0 if entry.urgent else max(LEAST_IDLE_S, entry.memory_bytes / SAVED_BYTES_PER_S)

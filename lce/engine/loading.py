@@ -51,16 +51,14 @@ def load(given: Loading) -> Engine:
     """
     if (threads := given.threads) is not None:
         torch.set_num_threads(_within_cores(threads, usable_cores()))
-    return Engine(_loaded(given, ALONE) if given.ranks is None else _of_rank(given))
-
-
-def _of_rank(given: Loading) -> Setup:
+    if given.ranks is None:
+        return Engine(_loaded(given, ALONE))
     from lce.engine import dividing  # who has no ranks never loads it
 
     ranks = dividing.ranks_of(given.ranks)
     made = ranks.together(partial(_loaded, given, ranks))
     dividing.check_same(ranks, made)
-    return made
+    return Engine(made)
 
 
 def _again(given: Loading, method: str | Method, sharing: Setup) -> Setup:

@@ -219,14 +219,6 @@ def _places(layout: CacheLayout) -> dict[str, torch.device | Path]:
     return places | {tier.name: tier.location(layout) for tier in Limits(layout).lower}
 
 
-def _pool_bytes(cache: KVCache) -> dict[str, int]:
-    return {
-        part.device_tier: stack.top.n_bytes if Limits(part).budget is None else Limits(part).least_pool_bytes
-        for part, stack in zip(cache.layout.by_device, cache.stacks, strict=False)
-        if not stack.growing
-    }
-
-
 class Allowance:
     """The memory that a process has promised to (reserved for) its contexts. Any thread may use this object."""
 
@@ -265,7 +257,12 @@ class Allowance:
         held = self._promises.get(cache)
         promised = {} if held is None else held[0].bytes_needed(held[1])
         planner = self.planner(cache.layout, into_file=cache.file is not None, own=cache)
-        planner = replace(planner, n_filed=cache.in_file, pool_bytes=_pool_bytes(cache) if cache.stacks else {})
+        pools = {
+            part.device_tier: stack.top.n_bytes if Limits(part).budget is None else Limits(part).least_pool_bytes
+            for part, stack in zip(cache.layout.by_device, cache.stacks, strict=False)
+            if not stack.growing
+        }
+        planner = replace(planner, n_filed=cache.in_file, pool_bytes=pools)
         kinds, used = kinds_of(planner.layout), planner.bytes_used(cache)
         free = {
             tier: None if n is None else max(n + used.get(kinds[tier], 0), promised.get(kinds[tier], 0))

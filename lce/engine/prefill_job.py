@@ -11,7 +11,7 @@ from lce.cache.context_file import Draft, Snapshot, restored, write_rows
 from lce.cache.kv import KVCache
 from lce.cache.layout import FileLayout
 from lce.cache.manifest import REMEDY
-from lce.cache.row_file import raw_bytes
+from lce.cache.row_file import Descriptor, raw_bytes
 from lce.engine.saving import ContextData, ContextFiles, Target, part_of, state_of, text_hash
 from lce.errors import DataError, UsageError
 from lce.files import check_target, named, open_regular, path_of, remove_leftover, sweep, write_whole
@@ -60,16 +60,13 @@ class PrefillJob:
         """Return the cache and the logits of the last checkpoint: a context file without keys and values."""
         path, files = self.state, self.files
         remedy = f"remove it and {named(self.part.name)}, or name another file"
-        descriptor = open_regular(path, follow=False)
         try:
-            header = headers.read_header(descriptor, path)
+            header = headers.read_header(Descriptor(open_regular(path, follow=False)), path)
             files.identity.check(path, header.manifest.identity, remedy)
             tensors = headers.read_small(header, files.layout, partial(files.check_texts, path, own=True))
         except DataError as error:
             text = str(error)
             raise DataError(text if remedy in text else f"{text.removesuffix(REMEDY)}{remedy}") from None
-        finally:
-            os.close(descriptor)
         manifest, begun = header.manifest, header.manifest.announced
         if manifest.text != text_hash(self.token_ids):
             raise DataError(f"{named(path)} belongs to another text; {remedy}")

@@ -41,8 +41,7 @@ def quantize(
     checkpoint.check(wanted, (*family.unused, *config.unused))
     published = {**source.config, "quantization_config": {"quant_method": "lce", "weights": scheme.name}}
     schemes = family.schemes(config, scheme, checkpoint.shapes)
-    copied = {name: source.read(name, LARGEST) for name in BESIDE}
-    beside = {name: data for name, data in copied.items() if data is not None}
+    beside = {name: data for name in BESIDE if (data := source.read(name, LARGEST)) is not None}
     beside[CONFIG] = json.dumps(published, indent=2).encode()
     with reported(progress, "quantize") as report:
         write = partial(save_quantised, checkpoint, target / WEIGHTS, wanted, schemes, scheme.name, beside, report)

@@ -63,7 +63,9 @@ class ContextData:
             "pages": headers.page_facts(draft.layout.cache),
             "capacity": draft.layout.n_tokens,
             "announced": self.announced,
-            **headers.cache_facts(self.cache),
+            "read": self.cache.length,
+            "format": headers.EVICTED if self.cache.fixed else headers.FORMAT,
+            **({"evicted": list(self.cache.evicted)} if self.cache.fixed else {}),
         }
 
 

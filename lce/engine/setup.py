@@ -68,9 +68,8 @@ class Planned:
     def beyond(self, n_tokens: int) -> str | None:
         """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None."""
         limit, n_tokens = self.readable, count(n_tokens, "n_tokens", least=0)
-        return None if limit is None or n_tokens <= limit else self._warning(n_tokens, limit)
-
-    def _warning(self, n_tokens: int, limit: int) -> str:
+        if limit is None or n_tokens <= limit:
+            return None
         others = ", ".join(_unlimited(self.config, self.rope.reach(self.window), self.rope)) or "none that is installed"
         return (
             f"{n_tokens:,} tokens are more than the {limit:,} that the method {self.method.label} can read of this "
@@ -80,7 +79,10 @@ class Planned:
     def warn(self, n_tokens: int) -> str | None:
         """Issue what `beyond` returns, if anything, as a `WindowWarning` at the user's code that called lce."""
         if (line := self.beyond(n_tokens)) is not None:
-            _warn(line)
+            frame, level = sys._getframe(), 1
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
+                frame, level = frame.f_back, level + 1
+            warnings.warn(line, WindowWarning, stacklevel=level)
         return line
 
 
@@ -96,13 +98,6 @@ def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str,
         except LceError:  # a plug-in whose method needs knobs or cannot be imported
             continue
     return tuple(sorted(found, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)))
-
-
-def _warn(line: str) -> None:
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(line, WindowWarning, stacklevel=level)
 
 
 class _End:

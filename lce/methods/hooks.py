@@ -5,8 +5,6 @@ instead: checks begin when all of these are imported. A check compares shapes, d
 only on the CPU, because on a GPU a check would have to wait for the device.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

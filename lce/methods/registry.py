@@ -152,16 +152,13 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
         raise UsageError(f"the options of method {name!r} are {shown(options)}; expected a mapping of knobs and values")
     given = dict(options or {})
     if cls.presets and "preset" in given:
-        given = {**_preset(cls, given.pop("preset")), **given}
+        preset = given.pop("preset")
+        if not isinstance(preset, str) or preset not in cls.presets:
+            raise UsageError(f"method {name!r} has no preset {shown(preset)}; {nearest(str(preset), cls.presets)}")
+        given = {**cls.presets[preset], **given}
     if name in RENAMED:
         check_renamed(name, given)
     return build(cls, given, f"method {name!r}", name)
-
-
-def _preset(cls: type[Method], name: object) -> Mapping[str, Any]:
-    if not isinstance(name, str) or name not in cls.presets:
-        raise UsageError(f"method {cls.name!r} has no preset {shown(name)}; {nearest(str(name), cls.presets)}")
-    return cls.presets[name]
 
 
 # By method, the former names of knobs, and the present ones.

@@ -123,11 +123,6 @@ def new_file(path: str | None, force: bool) -> NewFile:
     return NewFile(path, force)
 
 
-def _note_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if value:
-        ctx.meta[DEBUG] = True
-
-
 def _note_loading(ctx: click.Context, _param: click.Parameter, model: str) -> str:
     """Say on a terminal which model is loading, before slow imports: the callback of --model in `lce chat`."""
     if sys.stderr.isatty() and not ctx.params.get("quiet"):
@@ -202,7 +197,13 @@ _JSON = flag("--json", "Print JSON on stdout, and nothing else there.", is_flag=
 _QUIET = "No progress and no figures on stderr; notes and errors remain."
 quiet_option = flag("--quiet", _QUIET, is_flag=True, is_eager=True)  # eager: callbacks of other options read it
 FORCE = flag("--force", "Replace a file that exists.", is_flag=True)
-debug_option = flag("--debug", "Show an error's traceback.", is_flag=True, expose_value=False, callback=_note_debug)
+debug_option = flag(
+    "--debug",
+    "Show an error's traceback.",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda ctx, _, given: ctx.meta.setdefault(DEBUG, given) if given else None,
+)
 
 prompt_options = packed("prompt", read_prompt, *PROMPT)
 given_prompt_options = packed("prompt", dict, *PROMPT)
