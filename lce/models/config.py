@@ -395,7 +395,7 @@ def _special_tokens(key: str, files: Sequence[Fields], vocab_size: int) -> tuple
 
 def read_rope(fields: Fields, head_dim: int, scaling: Fields | None = None, theta: float | None = None) -> RopeConfig:
     """Read a RoPE from a section of the config: `scaling`, by default the model's. Its base is `theta` if not there."""
-    scaling, window = scaling or rope_section(fields), fields.integer("max_position_embeddings")
+    scaling = scaling or rope_section(fields)
     kind = kind_of(scaling)
     if kind is None and scaling.values.get("factor") is not None:
         raise scaling.refusal("rope_type", f"the kind of scaling that factor belongs to: {', '.join(ROPE_KINDS)}")
@@ -407,12 +407,15 @@ def read_rope(fields: Fields, head_dim: int, scaling: Fields | None = None, thet
         if section.number("partial_rotary_factor", default=1.0) != 1.0:
             raise section.refusal("partial_rotary_factor", "1.0: lce rotates whole heads")
     theta = scaling.number("rope_theta", default=theta or fields.number("rope_theta", default=10000.0))
+    return RopeConfig(theta=theta) if kind == "none" else _scaled(kind, fields, scaling, head_dim, theta)
+
+
+def _scaled(kind: str, fields: Fields, scaling: Fields, head_dim: int, theta: float) -> RopeConfig:
     if kind in ("ntk", "dynamic") and head_dim < 4:
         raise fields.refusal("head_dim", f"4 or more for rope scaling {kind!r} (it would be {head_dim})")
-    if kind == "none":
-        return RopeConfig(theta=theta)
     original = fields.optional_integer("original_max_position_embeddings")
     original = original or scaling.optional_integer("original_max_position_embeddings")
+    window = fields.integer("max_position_embeddings")
     implied = max(1.0, window / original) if kind == "yarn" and original else None
     factor = scaling.number("factor", default=implied)
     if kind in ("linear", "dynamic"):  # as in transformers, which reads only max_position_embeddings here

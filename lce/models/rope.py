@@ -56,22 +56,24 @@ class Rope:
 
 def _frequencies(config: RopeConfig, head_dim: int, trained: int, length: int) -> Tensor:
     """Return the frequencies `[D/2]`, float64, of a model that was trained on `trained` positions."""
-    if isinstance(config, LongRope):
-        divisors = torch.tensor(config.long_factor if length > trained else config.short_factor, dtype=torch.float64)
-        exponents = -torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
-        return torch.cat((config.theta**exponents / divisors, divisors.new_zeros((head_dim - config.rotary_dim) // 2)))
     exponents = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     base: Tensor = config.theta**exponents
+    return base if config.kind == "none" else _scaled(config, base, exponents, head_dim, trained, length)
+
+
+def _scaled(config: RopeConfig, base: Tensor, powers: Tensor, head_dim: int, trained: int, length: int) -> Tensor:
+    if isinstance(config, LongRope):
+        divisors = torch.tensor(config.long_factor if length > trained else config.short_factor, dtype=torch.float64)
+        powers = -torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
+        return torch.cat((config.theta**powers / divisors, divisors.new_zeros((head_dim - config.rotary_dim) // 2)))
     match config.kind:
-        case "none":
-            return base
         case "linear":  # position interpolation (Chen et al., 2023): positions divided by the factor
             return base / config.factor
         case "ntk":
-            return _ntk_theta(config.theta, config.factor, head_dim) ** exponents
+            return _ntk_theta(config.theta, config.factor, head_dim) ** powers
         case "dynamic":  # dynamic NTK: the base follows the announced length once it passes the trained window
             stretch = config.factor * max(length, trained) / trained - (config.factor - 1)
-            return _ntk_theta(config.theta, stretch, head_dim) ** exponents
+            return _ntk_theta(config.theta, stretch, head_dim) ** powers
         case "yarn":
             kept = 1 - _yarn_ramp(config, head_dim, trained)
         case other:  # long wavelengths are interpolated, short ones kept, others a weighted mean of both
