@@ -125,7 +125,7 @@ class Batch(Unique):
         requests. Options are those of `Engine.generate`. Raises `UsageError` for what cannot be used, and `BusyError`
         if the queue is full.
         """
-        return self._ask(prompt, method, method_options, context, options, _hand_over if keep_context else None)
+        return self._ask(prompt, method, method_options, context, options, Request.hold if keep_context else None)
 
     def read(
         self,
@@ -146,7 +146,7 @@ class Batch(Unique):
             request.held = held.fork()
             self._prefixes.keep(request, held)
 
-        return self._ask(prompt, method, method_options, context, None, _hand_over if keep_context else give_fork)
+        return self._ask(prompt, method, method_options, context, None, Request.hold if keep_context else give_fork)
 
     def _ask(
         self,
@@ -209,10 +209,6 @@ class Batch(Unique):
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
-
-
-def _hand_over(request: Request, context: Context) -> None:
-    request.held = context
 
 
 def answers(setup: Setup, prompts: Prompt | Prompts, options: Mapping[str, Any]) -> list[Generation]:

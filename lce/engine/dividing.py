@@ -58,12 +58,13 @@ def _join() -> None:
     atexit.register(lambda: (gc.collect(), dist.destroy_process_group()))  # gloo's threads may not outlive the group
 
 
-def check_same(ranks: Ranks, made: Setup) -> None:
-    """Raise `UsageError` unless all ranks loaded the same model with the same options."""
+def checked(made: Setup, ranks: Ranks) -> Setup:
+    """Return a setup. Raises `UsageError` unless all ranks loaded the same model with the same options."""
     whole = made.division.config if made.division else made.config
     found = ranks.exchange(repr((whole, made.method, made.block, made.dtype, made.rope, made.weights)))
     if other := next((rank for rank, text in enumerate(found) if text != found[0]), None):
         raise UsageError(f"rank {other} loads another model, or with other options, than rank 0; give all the same")
+    return made
 
 
 def division_of(

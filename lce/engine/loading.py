@@ -56,9 +56,7 @@ def load(given: Loading) -> Engine:
     from lce.engine import dividing  # who has no ranks never loads it
 
     ranks = dividing.ranks_of(given.ranks)
-    made = ranks.together(partial(_loaded, given, ranks))
-    dividing.check_same(ranks, made)
-    return Engine(made)
+    return Engine(dividing.checked(ranks.together(partial(_loaded, given, ranks)), ranks))
 
 
 def _again(given: Loading, method: str | Method, sharing: Setup) -> Setup:

@@ -98,6 +98,9 @@ class Request:
     report: Progress | None = None
     closing: ExitStack = field(default_factory=ExitStack)
 
+    def hold(self, context: Context) -> None:
+        self.held = context
+
 
 class BatchStream(Stream):
     """The answer to a request of a batch: an iterator over its pieces, for `for` and for `async for`.
