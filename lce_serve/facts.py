@@ -88,7 +88,7 @@ async def tokenize(service: Service, request: Request, fields: Fields) -> Respon
     if text is None:
         raise wrong("content", None, "a string")
     bos = None if fields.flag("add_special", True) else False
-    ids = await asyncio.to_thread(lambda: tokenizer.encode(text, bos=bos))
+    ids = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.encode(text, bos=bos)))
     return Json({"tokens": ids, "count": len(ids)})
 
 
@@ -97,7 +97,7 @@ async def detokenize(service: Service, request: Request, fields: Fields) -> Resp
     tokenizer, ids = service.engine.tokenizer, fields.items("tokens", 1 << 24)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise Refusal(400, "tokens must be whole numbers", "tokens")
-    text = await asyncio.to_thread(lambda: tokenizer.decode(ids, skip_special=False))
+    text = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.decode(ids, skip_special=False)))
     return Json({"content": text, "prompt": text})
 
 

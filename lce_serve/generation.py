@@ -313,15 +313,18 @@ def longest(engine: Any, before: int, most: int) -> int:
 
 
 async def _constraints(service: Service, asked: Asked, n: int) -> list[Any]:
-    """Return a constraint for each choice, none if the text is free. Compiling is bounded in time."""
-    if asked.grammar is None:
+    """Return a constraint for each choice, none if the text is free. Waiting and compiling are bounded in time."""
+    if (make := asked.grammar) is None:
         return []
-    async with service.compiling:
-        try:
-            async with asyncio.timeout(COMPILE_S):
-                grammar = await asyncio.to_thread(asked.grammar)
-                if grammar is None:
-                    return []
-                return [await asyncio.to_thread(constraint, service.vocabulary, grammar) for _ in range(n)]
-        except TimeoutError:
-            raise Refusal(400, "the schema takes too long to compile; give a simpler one", "response_format") from None
+    vocabulary = service.vocabulary
+
+    def compiled() -> Any:
+        grammar = make()
+        return None if grammar is None else constraint(vocabulary, grammar)
+
+    try:
+        async with asyncio.timeout(COMPILE_S):
+            first = await service.compiling.call(compiled)
+    except TimeoutError:
+        raise Refusal(400, "the schema takes too long to compile; give a simpler one", "response_format") from None
+    return [] if first is None else [first, *(first.copy() for _ in range(n - 1))]

@@ -92,7 +92,11 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise Refusal(400, f"the schema cannot be followed: {_line(self._matcher.get_error())}", "response_format")
+            raise _unfit(self._matcher.get_error())
+
+    def copy(self) -> Constraint:
+        """Return a constraint by the same grammar for another answer that begins as this one."""
+        return Constraint(self._matcher.deep_copy(), self._eos_ids)
 
 
 def grammar_of(form: Fields, tools: Tools) -> Callable[[], str | None] | None:
@@ -114,7 +118,10 @@ def schema_grammar(schema: dict[str, Any]) -> str:
     """Return the grammar of a text that a JSON schema allows."""
     if len(json.dumps(schema)) > MOST_SCHEMA:
         raise Refusal(400, f"the schema has more than {MOST_SCHEMA} bytes", "response_format")
-    return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": True}))
+    try:
+        return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": True}))
+    except ValueError as error:  # a number beyond 64 bits, or half a surrogate pair
+        raise _unfit(str(error)) from None
 
 
 def tools_grammar(tools: Tools) -> str | None:
@@ -149,9 +156,10 @@ def constraint(vocabulary: Vocabulary, grammar: str) -> Constraint:
     if not matcher.is_error():
         matcher.compute_bitmask()  # finds schemas that no text fits, such as {"$ref": "#"}
     if matcher.is_error():
-        raise Refusal(400, f"the schema cannot be followed: {_line(matcher.get_error())}", "response_format")
+        raise _unfit(matcher.get_error())
     return Constraint(matcher, vocabulary.eos_ids)
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())[:240]
+def _unfit(why: str) -> Refusal:
+    line = " ".join(why.encode("utf-8", "replace").decode().split())[:240]
+    return Refusal(400, f"the schema cannot be followed: {line}", "response_format")

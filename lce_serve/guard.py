@@ -19,6 +19,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lce.files import JsonError, parse_json
@@ -77,7 +78,7 @@ class Guard:
             try:
                 self._check(scope)
                 if scope["method"] == "OPTIONS" and allowed:
-                    await Json(None, 204, _ALLOWED)(scope, receive, put)
+                    await Response(status_code=204, headers=_ALLOWED)(scope, receive, put)
                 else:
                     await self._app(scope, receive, put)
             except Gone:

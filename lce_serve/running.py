@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
 import signal
 import socket
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lce.errors import UsageError
+from lce.progress import notice
+from lce_serve.answering import Json
 from lce_serve.app import application
+from lce_serve.refusals import Refusal
 from lce_serve.service import Service
 
 MOST_HEAD = 64 << 10  # bytes of a request's line and headers
 IDLE_S = 30  # seconds for which a connection without a request stays open after an answer
 LAST_S = 5  # seconds for open connections after the last stream
+MOST_FILES = 65_536  # descriptors that a server takes, where the system allows so many
+SPARE_FILES = 64  # descriptors for everything but connections, beside those that are open at the start
+CROWD, CROWD_S = 16, 1.0  # connections above the limit that get an answer, and the seconds that they may stay silent
 
 
 class Server(uvicorn.Server):
@@ -31,7 +40,7 @@ class Server(uvicorn.Server):
         settings = service.settings
         config = uvicorn.Config(
             app or application(service),
-            http=_protocol(settings.head_s, settings.most_connections),
+            http=_protocol(settings.head_s, most_connections(settings.most_connections)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -90,6 +99,43 @@ def bound(host: str, port: int) -> socket.socket:
     return sock
 
 
+def most_connections(wanted: int) -> int:
+    """Return the number of connections for which there are descriptors, up to `wanted`. Says so if it is less.
+
+    The process' limit of open files is raised first, as far as the system allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    n_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else SPARE_FILES
+    free = wanted if soft == resource.RLIM_INFINITY else soft - n_open - SPARE_FILES - CROWD
+    if free < wanted:
+        notice(f"the limit of {soft:,} open files leaves {max(free, 1):,} connections; raise it by ulimit -n")
+    return max(1, min(free, wanted))
+
+
+def _crowded(app: ASGIApp) -> ASGIApp:
+    """Return the application for connections above the limit: it answers /health alone, and closes the connection."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def put(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        if scope["path"] == "/health":
+            await app(scope, receive, put)
+        else:
+            refusal = Refusal(503, "the server has all the connections that it takes; try again later", code="crowded")
+            body = refusal.body(anthropic=scope["path"].startswith("/v1/messages"))
+            await Json(body, refusal.status, refusal.headers)(scope, receive, put)
+
+    return answer
+
+
 def _protocol(head_s: float, most: int) -> type[H11Protocol]:
     """Return uvicorn's protocol, with a time limit for a request's head, and a limit of connections."""
 
@@ -98,9 +144,12 @@ def _protocol(head_s: float, most: int) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > most:
+            is_crowd = len(self.connections) > most
+            if is_crowd:
+                self.app = _crowded(self.app)
+            if len(self.connections) > most + CROWD:
                 transport.abort()
-            self._head = self.loop.call_later(head_s, self._late)
+            self._head = self.loop.call_later(min(head_s, CROWD_S) if is_crowd else head_s, self._late)
 
         def data_received(self, data: bytes) -> None:
             before, idle = self.cycle, self.cycle is None or self.cycle.response_complete

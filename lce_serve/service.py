@@ -67,6 +67,25 @@ def served_name(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2].removesuffix(".gguf").replace("@", "-") or model
 
 
+class OneThread:
+    """Work in threads, one at a time. A thread goes on when its caller is cancelled, and the next call waits for it."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(1)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Return the result of `work()`, called in a thread as soon as no other call's thread runs."""
+        await self._free.acquire()
+        task = asyncio.ensure_future(asyncio.to_thread(work))
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._free.release()
+        if not task.cancelled():
+            task.exception()  # asyncio complains of an error that nobody has seen
+
+
 class Service:
     """The state of a server. `batch` is None while the model is loading."""
 
@@ -76,8 +95,7 @@ class Service:
         self.started = int(time.time())
         self.draining = False
         self.active = 0  # requests that are being answered
-        self.compiling = asyncio.Semaphore(1)  # one grammar is compiled at a time
-        self._beside = asyncio.Semaphore(1)  # what works beside the batch, one at a time
+        self.compiling, self._beside = OneThread(), OneThread()  # for grammars; for what works beside the batch
         self._batch: Any = None
         self._vocabulary: Vocabulary | None = None
         if batch is not None:
@@ -90,15 +108,11 @@ class Service:
 
     async def beside(self, work: Callable[[threading.Event], T]) -> T:
         """Call `work(event)` in a thread beside the batch, one call at a time. The client's leaving sets the event."""
-        async with self._beside:
-            given_up = threading.Event()
-            task = asyncio.ensure_future(asyncio.to_thread(work, given_up))
-            try:
-                return await asyncio.shield(task)
-            finally:  # a thread cannot be cancelled, so the next one waits for it
-                given_up.set()
-                await asyncio.wait({task})
-                task.exception()  # asyncio complains of an error that nobody has seen
+        given_up = threading.Event()
+        try:
+            return await self._beside.call(lambda: work(given_up))
+        finally:
+            given_up.set()
 
     @property
     def status(self) -> str:

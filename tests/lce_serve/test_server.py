@@ -70,10 +70,13 @@ def test_connections_are_bounded(service: Service) -> None:
     service.settings = replace(service.settings, most_connections=2)
     with serving(service) as address:
         kept = [connected(address) for _ in range(2)]
-        until(lambda: not is_healthy(address))
+        asked = lambda: httpx2.get(f"{address}/v1/models")  # noqa: E731
+        until(lambda: asked().status_code == 503)
+        assert (asked().headers["connection"], asked().json()["error"]["code"]) == ("close", "crowded")
+        assert is_healthy(address)
         for sock in kept:
             sock.close()
-        until(lambda: is_healthy(address))
+        until(lambda: asked().status_code == 200)
 
 
 def test_what_is_not_http_is_refused(address: str) -> None:
