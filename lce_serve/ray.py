@@ -24,6 +24,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported:
 
 import pydantic
 import ray
+
+import psutil  # isort: skip  # Ray brings it, and finds it once it is imported
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
@@ -37,6 +39,7 @@ from lce.system import free_host_memory, usable_cores
 from lce_serve.affinity import Affinity, Known, ranked
 from lce_serve.app import application
 from lce_serve.door import DoorService, ReplicaLost, answered, door
+from lce_serve.orphans import watch
 from lce_serve.service import Load, Service, Settings, served_name
 
 SAVING_S = 60.0  # seconds that a replica may take to save its contexts when it is stopped
@@ -227,10 +230,13 @@ class Local(Handle):
 
     def __enter__(self) -> Self:
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        self._watcher = watch(each.pid for each in psutil.Process().children(recursive=True))
         return self
 
     def __exit__(self, *error: object) -> None:
         ray.shutdown()
+        self._watcher.kill()
+        self._watcher.wait()
 
     def begin(self, load: Load, settings: Settings, n_replicas: int) -> Self:
         """Start replicas, which share the machine's threads; return when they are loaded."""

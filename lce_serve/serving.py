@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+import lce
 from lce.errors import UsageError, WindowWarning, shown
 from lce.terminal.output import Output
 
@@ -69,6 +70,7 @@ def serve(
             service, app = Service(settings), None
             begin = partial(load.begin, service.named)
         else:
+            lce.info(model)  # an unusable model is refused before Ray starts
             service = DoorService(settings)
             begin, app = partial(closing.enter_context(_local()).begin, load, settings, replicas), door(service)
         server = running.Server(service, app)

@@ -48,7 +48,8 @@ def test_only_named_origins_may_ask(service: Service) -> None:
     assert client.get("/v1/models", headers={"Origin": "http://other.example"}).status_code == 403
     assert client.get("/v1/models", headers=wanted).headers["access-control-allow-origin"] == "http://page.example"
     answer = client.options(PATH, headers={**wanted, "Access-Control-Request-Method": "POST"})
-    assert (answer.status_code, "POST" in answer.headers["access-control-allow-methods"]) == (204, True)
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert "POST" in answer.headers["access-control-allow-methods"]
 
 
 def test_bodies_and_headers_are_bounded(service: Service) -> None:

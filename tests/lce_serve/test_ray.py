@@ -265,11 +265,20 @@ def test_the_example_of_a_cluster_answers_behind_rays_proxy(chat_model: Path, si
 def test_a_damaged_model_is_one_line(chat_model: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(chat_model, tmp_path / "broken")
     os.truncate(broken / "model.safetensors", (broken / "model.safetensors").stat().st_size - 1000)
-    with started(broken) as (process, said):
-        assert process.wait(START_S) == 3
-        until(lambda: len(said) == 2)
-    assert said[1].startswith("lce: error: ")
-    assert "cut short" in said[1]
+    (tmp_path / "file").touch()
+    for model, options, code, line in ((broken, (), 3, 0), (chat_model, ("--cache-dir", str(tmp_path / "file")), 2, 1)):
+        with started(model, *options) as (process, said):
+            assert process.wait(START_S) == code
+            until(lambda: len(said) == line + 1)  # noqa: B023  the model's fault is said before Ray starts
+        assert said[line].startswith("lce: error: ")
+        assert ("cut short", "cache_dir is")[line] in said[line]
+
+
+def test_a_killed_server_leaves_no_process(chat_model: Path) -> None:
+    with serving(chat_model) as server:
+        ray = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.kill()
+        until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ray), 10)
 
 
 def test_a_signal_lets_streams_end_and_ends_ray(chat_model: Path, tmp_path: Path) -> None:
