@@ -1,14 +1,17 @@
 """OpenAI's chat: fields, forms, streams and errors."""
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
 from starlette.testclient import TestClient
 
 import lce
+from lce_serve import generation
 from lce_serve.service import Service
 from tests.lce_serve.conftest import events
 
@@ -17,7 +20,8 @@ PATH = "/v1/chat/completions"
 
 
 def ask(client: TestClient, **body: Any) -> Any:
-    return client.post(PATH, json={"messages": HI, "max_tokens": 6, **body})
+    content = json.dumps({"messages": HI, "max_tokens": 6, **body})  # half a surrogate pair too
+    return client.post(PATH, content=content, headers={"Content-Type": "application/json"})
 
 
 def test_an_answer_is_what_the_engine_says(client: TestClient, engine: Any) -> None:
@@ -91,11 +95,28 @@ def schema_of(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, **tight}
 
 
-def test_a_schema_is_followed(client: TestClient) -> None:
-    schema = schema_of(ok={"type": "boolean"}, n={"enum": [1, 2]})
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    found = ask(client, response_format=form, max_tokens=60).json()["choices"][0]
-    assert (found["finish_reason"], set(json.loads(found["message"]["content"]))) == ("stop", {"ok", "n"})
+def form_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def test_a_schema_is_compiled_once_and_followed_by_each_answer(client: TestClient, monkeypatch: Any) -> None:
+    compiled, compile_one = list[Any](), generation.constraint
+    monkeypatch.setattr(generation, "constraint", lambda *how: compiled.append(how) or compile_one(*how))
+    form = form_of(schema_of(ok={"type": "boolean"}, n={"enum": [1, 2]}))
+    for found in ask(client, response_format=form, max_tokens=60, n=3, temperature=1, seed=1).json()["choices"]:
+        assert (found["finish_reason"], set(json.loads(found["message"]["content"]))) == ("stop", {"ok", "n"})
+    assert len(compiled) == 1
+
+
+def test_waiting_for_the_compiler_is_bounded(address: str, monkeypatch: Any) -> None:
+    held, done, form = threading.Event(), threading.Event(), form_of({"type": "integer"})
+    monkeypatch.setattr(generation, "COMPILE_S", 0.2)
+    monkeypatch.setattr(generation, "constraint", lambda *_: held.wait(30) and done.set())
+    for _ in range(2):  # the second one waits for the compiler of the first
+        answer = httpx2.post(address + PATH, json={"messages": HI, "response_format": form})
+        assert "takes too long" in answer.json()["error"]["message"]
+    held.set()
+    assert done.wait(10)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -123,6 +144,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     *(({"temperature": "hot"}, "temperature"), ({"temperature": True}, "temperature"), ({"n": 9}, "n")),
     *(({"max_tokens": 0}, "max_tokens"), ({"stream": "yes"}, "stream"), ({"logit_bias": {"x": 1}}, "logit_bias")),
     *(({"response_format": {"type": "xml"}}, "response_format.type"), ({"tool_choice": "required"}, "tool_choice")),
+    *(({"response_format": form_of({"const": value})}, "response_format") for value in (2**64, -(2**80), "\ud800")),
     ({"method": "nonsense"}, "method"),
     ({"method": "esa", "method_options": {"maps": "/etc/passwd"}}, "method_options"),
 ]
