@@ -20,6 +20,7 @@ from lce_serve.service import Record, Service
 from lce_serve.tools import Call, CallReader, Tools
 
 DEFAULT_TOKENS = 4096  # the most tokens of an answer whose request gives no limit
+LEAST_TOKENS = 16  # a limit that the client did not give is not lowered below this
 COMPILE_S = 10.0  # seconds that the grammar of a request may take
 
 Shorter = Callable[[], Any]
@@ -64,7 +65,7 @@ class Ended:
 
 
 class Choice:
-    """One answer that is being generated. `shorter`, if not None, starts its stream again with fewer tokens."""
+    """One answer that is being generated. `shorter` starts its stream again with fewer tokens, or returns None."""
 
     def __init__(self, index: int, stream: Any, tools: Tools, shorter: Shorter) -> None:
         self.index, self.stream = index, stream
@@ -240,25 +241,31 @@ class _Submission:
                     options["constraint"] = self._constraints[len(self.streams)]
                 if number and options.get("seed") is not None:
                     options["seed"] = (options["seed"] + number) % 2**63
-                self.streams.append(self._stream(prompt, most, options))
-                self.shorter.append(self._again(prompt, most, options))
+                stream, shorter = self._begin(prompt, most, options)
+                self.streams.append(stream)
+                self.shorter.append(shorter)
                 if self._cancelled:
                     self.cancel()
                     return
 
-    def _stream(self, prompt: Any, most: int, options: dict[str, Any]) -> Any:
+    def _begin(self, prompt: Any, most: int, options: dict[str, Any]) -> tuple[Any, Shorter]:
+        """Start a stream. A limit of tokens that the client did not give is halved while memory is short."""
         where = {"method": self._setup, "context": self._start}
-        return self._service.batch.stream(prompt, max_tokens=most, **where, **options)
+        halves = range(1, most.bit_length()) if self._asked.max_tokens is None else ()
+        limits = iter([most, *(most >> n for n in halves if most >> n >= LEAST_TOKENS)])
 
-    def _again(self, prompt: Any, most: int, options: dict[str, Any]) -> Shorter:
-        """Return what starts a stream again for half of the tokens it had before."""
+        def begin() -> Any:
+            failure: CapacityError | None = None
+            for limit in limits:
+                try:
+                    return self._service.batch.stream(prompt, max_tokens=limit, **where, **options)
+                except CapacityError as error:
+                    failure = error
+            if failure is not None:
+                raise failure
+            return None
 
-        def shorter() -> Any:
-            nonlocal most
-            most //= 2
-            return None if self._asked.max_tokens is not None or most < 16 else self._stream(prompt, most, options)
-
-        return shorter
+        return begin(), begin
 
     def cancel(self) -> None:
         """Cancel all streams, and those that are still to come."""

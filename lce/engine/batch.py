@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from lce.engine.arguments import Prompt, Prompts
 from lce.engine.context import Context, Unique, own_context
+from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import BatchStream, Request
 from lce.engine.running import checked_options, prompt_ids
@@ -122,8 +123,8 @@ class Batch(Unique):
         `method` and `method_options` are the request's own method and knobs; `method` may be the `setup` of a stream.
         The prompt continues `context`, a context of an engine with this method. With `keep_context`, the stream's
         `context` has prompt and answer when the stream has ended; it is the caller's, and is not kept for other
-        requests. Options are those of `Engine.generate`. Raises `UsageError` for what cannot be used, and `BusyError`
-        if the queue is full.
+        requests. Options are those of `Engine.generate`. Raises `UsageError` for what cannot be used, `CapacityError`
+        for what would not fit even alone, and `BusyError` if the queue is full.
         """
         return self._ask(prompt, method, method_options, context, options, Request.hold if keep_context else None)
 
@@ -158,6 +159,8 @@ class Batch(Unique):
         hand_over: Callable[[Request, Context], None] | None,
     ) -> BatchStream:
         """Submit a request: see `stream`. Without options in `given`, the prompt is only read."""
+        if os.getpid() != self._process:
+            raise UsageError("this batch runs in the process that made it; make another one here")
         setup = self.setup_of(method, knobs)
         start = own_context(setup, context)
         options = checked_options(setup, {"max_tokens": 1} if given is None else given)
@@ -166,6 +169,7 @@ class Batch(Unique):
         request = Request(setup, chat, ids, options, start, given is None, hand_over)
         if not ids and start is None:
             raise UsageError("the prompt is empty; expected some text")
+        ALLOWANCE.check_alone(setup.layout, len(ids) + options.max_tokens)
         request.asked = time.perf_counter()
         request.result.stats.prompt_tokens = len(ids)
         request.result.logprobs = None if options.logprobs is None else []

@@ -249,6 +249,18 @@ class Allowance:
             planner.check(n_tokens)
             self._promises[cache] = planner, n_tokens
 
+    def check_alone(self, layout: CacheLayout, n_tokens: int) -> None:
+        """Raise `CapacityError` if `n_tokens` tokens would not fit even if all other contexts were freed."""
+        planner = Planner(layout, available(layout, {}))
+        if planner.refusal(n_tokens) is None:
+            return
+        kinds, held = kinds_of(layout), Counter[str]()
+        with self._lock:
+            for other, n_promised in list(self._promises.values()):
+                held.update(other.bytes_needed(n_promised))
+        free = {tier: None if n is None else n + held[kinds[tier]] for tier, n in planner.free_bytes.items()}
+        replace(planner, free_bytes=free).check(n_tokens)
+
     def _growing(self, cache: KVCache) -> Planner:
         """Return a planner for an existing context. Memory that the context uses or was promised counts as available.
 

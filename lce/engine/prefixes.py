@@ -53,10 +53,10 @@ class PrefixCache(Unique):
                 self._files.scan(group_of(setup, setup.rope_of(1)))
 
     def beginning(self, request: Request, running: Sequence[Request]) -> tuple[Context | None, bool]:
-        """Return the context with which a request's prompt begins, if any, and whether the best one is being saved.
+        """Return the context with which a request's prompt begins, if any, and whether to wait for a better one.
 
-        The context has no other tokens. It may be a fork of one in `running`. While the best one is being saved, ask
-        again when `changed` was notified.
+        The context has no other tokens. It may be a fork of one in `running`. While the best one is being saved, or
+        read for another request, ask again later.
         """
         setup, start = request.setup, request.start
         before = [] if start is None else start.token_ids
@@ -79,16 +79,20 @@ class PrefixCache(Unique):
     def _longest(
         self, request: Request, group: str, wanted: Ids, running: Sequence[Request]
     ) -> tuple[Context | None, bool]:
-        """Return a context that holds the longest known prefix of `wanted`, and whether it is being saved just now."""
-        setup, known, n_used, used = request.setup, request.n_before, 0, None
-        for each in (each.context for each in running if each.setup is setup and each.state == "decode"):
+        """Return a context that holds the longest known prefix of `wanted`, and whether it is being saved or read."""
+        setup, known, n_used, n_ready, used = request.setup, request.n_before, 0, 0, None
+        for each, state in ((each.context, each.state) for each in running if each.setup is setup):
             if each is not None and not each.cache.fixed and group_of(setup, each.rope) == group:
                 n = common(np.asarray(each.token_ids, np.int32), wanted)
-                n_used, used = (n, each) if n > n_used else (n_used, used)
+                if n > n_used:
+                    n_used, n_ready, used = n, n if state == "decode" else min(n, each.cache.n_tokens), each
         while True:  # until no damaged file is found
             entry, n = self._entries.best(group, wanted)
             if used is not None and n_used > max(n, known) and _is_worth(n_used, len(used)):
-                return _cut(used.fork(), n_used), False
+                if 2 * (n_used - n_ready) > len(wanted) - n_ready:  # another request reads most of the prompt just now
+                    return None, True
+                if n_ready > max(n, known) and _is_worth(n_ready, len(used)):
+                    return _cut(used.fork(), n_ready), False
             if entry is None or n <= known or not (n == len(entry.ids) or _is_worth(n, len(entry.ids))):
                 return None, False
             if entry.busy:

@@ -93,6 +93,9 @@ class Request:
     is_sound: bool = True  # whether no pass with the context has failed
     answer: Answer | None = None
     n_before: int = 0
+    waits_for: Literal["", "context", "memory"] = ""
+    tried: float = 0.0  # the time at which the batch last tried to begin
+    n_overtaking: int = 0  # later requests that began while there was no memory for this one
     n_said: int = 0  # tokens of the context before the answer
     n_read: int = 0  # tokens of the prompt that are cached
     report: Progress | None = None

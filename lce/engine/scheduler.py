@@ -1,13 +1,13 @@
 """Runs the requests of a batch in threads of their own.
 
-One pass decodes a token of every answer; then a block of the oldest prompt that is not read yet is read, and so on.
-While a block is read on a CPU, its kernels run in slices, and between two slices the answers get their next token. The
-length of a slice follows from the time of a pass. Prompts are read in one thread and answers decoded in another, and
-only one of the two works at a time.
+One pass decodes a token of every answer; then a block of one prompt is read, and so on. Every other block is of the
+oldest prompt; a block between is of the shortest prompt, if that is much shorter. While a block is read on a CPU, its
+kernels run in slices, and between two slices the answers get their next token. The length of a slice follows from the
+time of a pass. Prompts are read in one thread and answers decoded in another, and only one of the two works at a time.
 
 A request begins with the longest prefix that a kept context holds: see `lce.engine.prefixes`. Memory for prompt and
-answer is reserved before the prompt is read. If there is none, the request and those behind it wait until others end,
-and kept contexts leave memory.
+answer is reserved before the prompt is read. If there is none, the request waits until others end, and kept contexts
+leave memory. Up to `MOST_OVERTAKING` later requests that fit may begin before it.
 """
 
 import threading
@@ -37,6 +37,9 @@ from lce.system import free_host_memory
 SLOWDOWN = 1.6  # A pass of decode and the slice of prefill after it take so many times the shortest pass of decode.
 FORGET = 1.002  # With each pass, what counts as the shortest one grows by this factor.
 LEAST_SLICE_S, IDLE_SLICE_S = 0.001, 0.05
+SHORTER = 4  # A prompt overtakes the oldest one if it has so many times fewer tokens left to read.
+MOST_OVERTAKING = 16
+RETRY_S = 0.05  # between two looks whether a request need wait no longer
 
 
 class Scheduler:
@@ -50,7 +53,8 @@ class Scheduler:
         self.totals: Counter[str] = Counter()
         self._changed = prefixes.changed
         self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # in the order in which they were admitted
+        self._running: list[Request] = []  # in the order in which they began
+        self._overtook = False  # whether the last block was not of the oldest prompt
         self._ending: float | None = None  # the time until which running requests may go on; None: no end is planned
         self._slice_s = 0.0  # the seconds of the next slice of prefill
         self._shortest_s: dict[int, float] = {}  # by the number of lanes: the time of a pass of decode at its fastest
@@ -106,21 +110,42 @@ class Scheduler:
                         for request in (*self._waiting, *self._running):
                             request.cancelled = True
                 try:
-                    self._admit()
+                    began = self._admit()
                     self._decode()
-                    self._read()
+                    if not self._read() and not began and not self._running:
+                        with self._changed:
+                            self._changed.wait(RETRY_S)  # for a context that is being saved, or for memory
                 except BaseException as error:  # a fault of ours: it must not end the thread, for others wait for it
                     for request in [*self._running]:
                         self._end(request, error)
 
-    def _admit(self) -> None:
-        """Let requests in, in their order, while there are lanes."""
+    def _admit(self) -> bool:
+        """Let requests begin while there are lanes, in their order but for those that wait. Return whether any did."""
         with self._changed:
-            for request in [each for each in self._waiting if each.cancelled]:
-                self._waiting.remove(request)
+            waiting = list(self._waiting)
+        short: list[Request] = []  # of memory
+        n_before = len(self._running)
+        for request in waiting:
+            if request.cancelled:
                 self._end(request)
-            while self._waiting and len(self._running) < self.max_lanes:
-                self._running.append(self._waiting.popleft())
+            elif len(self._running) < self.max_lanes and all(each.n_overtaking < MOST_OVERTAKING for each in short):
+                if self._try(request) == "memory":
+                    short.append(request)
+                elif request.state == "prefill":
+                    for each in short:
+                        each.n_overtaking += 1
+        return len(self._running) > n_before
+
+    def _try(self, request: Request) -> Literal["", "context", "memory"]:
+        """Begin a request unless that failed just now; return what it waits for, "" for nothing."""
+        if request.waits_for and time.perf_counter() < request.tried + RETRY_S:
+            return request.waits_for
+        try:
+            request.waits_for = self._begin(request)
+        except BaseException as error:  # a callback may raise any, and it must not end the thread
+            self._end(request, error)
+        request.tried = time.perf_counter()
+        return request.waits_for
 
     def _decode(self) -> None:
         """Generate one token of every answer, and wait for that."""
@@ -169,34 +194,30 @@ class Scheduler:
         decoding = any(each.state == "decode" for each in self._running)
         return self._slice_s if decoding else IDLE_SLICE_S
 
-    def _read(self) -> None:
-        """Read a block of the oldest prompt. While a prompt waits for memory, no later one begins."""
-        is_short = False
-        for request in [each for each in self._running if each.state in ("waiting", "prefill")]:
-            if request.cancelled:
-                self._end(request)
-                continue
-            try:
-                if request.state == "waiting":
-                    begun = "no memory" if is_short else self._begin(request)
-                    is_short = begun == "no memory"
-                    if begun != "begun":
-                        continue
-                self._read_block(request)
-            except BaseException as error:  # a callback may raise any, and it must not end the thread
-                if not self._begins_again(request, error):
-                    self._end(request, error)
-            return
-        if self._running and all(each.state == "waiting" for each in self._running):
-            with self._changed:
-                self._changed.wait(0.05)  # for a context that is being saved, or for memory
+    def _read(self) -> bool:
+        """Read a block of a prompt; return whether there was one."""
+        for request in [each for each in self._running if each.cancelled]:
+            self._end(request)
+        prompts = [each for each in self._running if each.state == "prefill"]
+        if not prompts:
+            return False
+        oldest, request = prompts[0], min(prompts, key=_n_left)
+        if self._overtook or _n_left(request) * SHORTER > _n_left(oldest):
+            request = oldest
+        self._overtook = request is not oldest
+        try:
+            self._read_block(request)
+        except BaseException as error:  # a callback may raise any, and it must not end the thread
+            if not self._begins_again(request, error):
+                self._end(request, error)
+        return True
 
-    def _begin(self, request: Request) -> Literal["begun", "busy", "no memory"]:
-        """Find the context that a prompt continues, and reserve memory."""
+    def _begin(self, request: Request) -> Literal["", "context", "memory"]:
+        """Find the context that a prompt continues, and reserve memory. Return what the request must wait for."""
         setup, options = request.setup, request.options
         context, is_busy = self.prefixes.beginning(request, self._running)
         if is_busy:
-            return "busy"
+            return "context"
         ids, whole = request.ids, request.n_before + len(request.ids) + options.max_tokens
         try:
             if context is None:
@@ -206,9 +227,12 @@ class Scheduler:
         except CapacityError:
             if context is not None:
                 self.prefixes.keep(request, context)
-            if self.prefixes.shrink(1) or any(each.state in ("prefill", "decode") for each in self._running):
-                return "no memory"
+            if self.prefixes.shrink(1) or self._running:
+                return "memory"
             raise
+        with self._changed:
+            self._waiting.remove(request)
+            self._running.append(request)
         request.context, request.state = context, "prefill"
         n_cached = min(len(context), context.cache.n_tokens) - request.n_before
         request.result.stats.read_before = request.n_read = max(0, n_cached)
@@ -217,7 +241,7 @@ class Scheduler:
         request.report = request.closing.enter_context(reported(options.progress, "prefill"))
         if context.logits is None and not context.uncached:
             context.cache.truncate(context.cache.nearest(context.cache.n_tokens - 1))
-        return "begun"
+        return ""
 
     def _begins_again(self, request: Request, error: BaseException) -> bool:
         """Return whether a prompt is to be read anew, because a file of the cache with its beginning is damaged."""
@@ -226,6 +250,9 @@ class Scheduler:
             return False
         request.closing.close()
         request.context, request.state, request.is_sound, request.n_read = None, "waiting", True, 0
+        with self._changed:
+            self._running.remove(request)
+            self._waiting.appendleft(request)
         return True
 
     def _read_block(self, request: Request) -> None:
@@ -252,8 +279,10 @@ class Scheduler:
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
         """End a request, and hand its context over, or keep it for later ones."""
-        if request in self._running:
-            self._running.remove(request)
+        with self._changed:
+            for requests in (self._waiting, self._running):
+                if request in requests:
+                    requests.remove(request)
         result, context = request.result, request.context
         request.state, request.context = "done", None
         with suppress(Exception):
@@ -278,3 +307,9 @@ class Scheduler:
         request.channel.put(error)
         with self._changed:
             self._changed.notify_all()
+
+
+def _n_left(request: Request) -> int:
+    """Return the number of tokens of a prompt that are to be read."""
+    assert request.context is not None
+    return len(request.context.token_ids) - request.context.cache.n_tokens

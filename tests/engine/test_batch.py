@@ -2,10 +2,12 @@
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -408,19 +410,29 @@ def test_a_callback_that_raises_between_slices_ends_its_request_alone(batch: Bat
     assert facts(finish(reading)) == facts(alone(batch, tokens(3000, seed=9), max_tokens=4))
 
 
-def test_a_request_that_can_never_fit_fails_alone(tmp_path: Path, tiny_model: Path) -> None:
-    """Also beside kept contexts that are too short to be saved."""
+def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path, tiny_model: Path) -> None:
+    """Also beside kept contexts that are too short to be saved, and beside an answer."""
     engine = lce.load(tiny_model, block=BLOCK)
     with engine.batch(cache_dir=tmp_path) as batch:
         finish(batch.stream(tokens(3), max_tokens=2))
         other = batch.stream(tokens(30, seed=1), max_tokens=30)
-        big = batch.stream(tokens(40), max_tokens=1 << 40)
         with pytest.raises(CapacityError):
-            finish(big)
+            batch.stream(tokens(40), max_tokens=1 << 40)
         assert finish(other).finish_reason
 
 
-def test_a_prompt_that_waits_for_memory_is_not_overtaken(full: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_cannot_ask_its_parents_batch(batch: Batch) -> None:
+    if not (child := os.fork()):
+        with suppress(BaseException):
+            with pytest.raises(UsageError, match="in the process that made it"):
+                batch.stream(tokens(5), max_tokens=2)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_few_prompts_overtake_one_that_waits_for_memory(full: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     free, new_context, lengths = threading.Event(), scheduler.new_context, list[int]()
 
     def limited(setup: lce.Setup, length: Any = None) -> lce.Context:
@@ -430,17 +442,37 @@ def test_a_prompt_that_waits_for_memory_is_not_overtaken(full: lce.Engine, monke
         return new_context(setup, length)
 
     monkeypatch.setattr(scheduler, "new_context", limited)
+    monkeypatch.setattr(scheduler, "MOST_OVERTAKING", 2)
     with full.batch() as batch:
         first = batch.stream(tokens(20), max_tokens=60, stop=lambda text: free.is_set() or free.wait(0.02))
         big = batch.stream(tokens(90, seed=1), max_tokens=20)
         small = [batch.stream(tokens(5, seed=i), max_tokens=2) for i in range(2, 6)]
-        until(lambda: first.state == "decode")
+        until(lambda: first.state == "decode" and small[1].state == "done")
         time.sleep(0.2)
-        assert {each.state for each in (big, *small)} == {"waiting"}
+        assert [each.state for each in (big, *small)] == ["waiting", "done", "done", "waiting", "waiting"]
         free.set()
         for each in (first, big, *small):
             assert finish(each).finish_reason
-    assert lengths[:2] == [80, 110]
+    assert lengths[:4] == [80, 7, 7, 110]
+
+
+def test_short_prompts_are_read_between_blocks_of_a_long_one(full: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, append = list[int](), scheduler.append
+
+    def noted(setup: lce.Setup, context: lce.Context, *how: Any, **more: Any) -> None:
+        read.append(len(context))
+        append(setup, context, *how, **more)
+        if len(read) == 1:  # while the first block of the long prompt is read, others are asked
+            streams.extend(batch.stream(ids, max_tokens=2) for ids in others)
+
+    long, others = tokens(10 * BLOCK), [tokens(10 * BLOCK, seed=1), *(tokens(BLOCK, seed=i) for i in range(2, 6))]
+    alone = [full.generate(ids, max_tokens=2).token_ids for ids in (long, *others)]
+    monkeypatch.setattr(scheduler, "append", noted)
+    with full.batch() as batch:
+        streams = [batch.stream(long, max_tokens=2)]
+        until(lambda: len(streams) == 6)
+        assert [finish(each).token_ids for each in streams] == alone
+    assert read[:9] == [10 * BLOCK, *[BLOCK, 10 * BLOCK] * 4], "the second long prompt waits for the first"
 
 
 FORBIDDEN: dict[str, Callable[[Batch], object]] = {  # by what the error says
