@@ -63,6 +63,11 @@ class _Gauges(Collector):
         ("num_requests_waiting", "waiting", "Requests in the queue."),
         ("kv_cache_usage_perc", "kv_usage", "The used share of the memory for keys and values; 1 is all."),
     )
+    _OWN = (
+        ("contexts", "contexts", "Contexts that are kept, in memory or as files."),
+        ("kept_bytes", "kept_bytes", "The memory that kept contexts take."),
+        ("kept_bytes_limit", "most_kept_bytes", "The memory that kept contexts may take."),
+    )
     _COUNTERS = (
         ("prompt_tokens", "prompt_tokens", "Tokens of prompts, cached ones included."),
         ("generation_tokens", "decode_tokens", "Generated tokens."),
@@ -81,6 +86,5 @@ class _Gauges(Collector):
                 family = kind(f"vllm:{name}", help, labels=["model_name"])
                 family.add_metric([self._model], float(found.get(key, 0)))
                 yield family
-        yield GaugeMetricFamily(
-            "lce:contexts", "Contexts that are kept, in memory or as files.", float(found.get("contexts", 0))
-        )
+        for name, key, help in self._OWN:
+            yield GaugeMetricFamily(f"lce:{name}", help, float(found.get(key, 0)))

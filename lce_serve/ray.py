@@ -91,7 +91,7 @@ class Replica:
     """
 
     def __init__(self, load: Load, settings: Settings, n_replicas: int = 1) -> None:
-        memory = (free_host_memory() or 8 << 30) // (2 * n_replicas)
+        memory = (free_host_memory() or 8 << 30) // (4 * n_replicas)
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._service = Service(settings)
         self._batch = replace(load, batch={"cache_memory": memory, **load.batch}).begin(self._service.named)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import lce
+from lce.progress import notice
+from lce.sizes import size_text
 from lce_serve.contexts import NamedContexts
 from lce_serve.grammar import Vocabulary
 from lce_serve.metrics import Metrics
@@ -53,6 +55,8 @@ class Load:
     def begin(self, named: NamedContexts) -> Any:
         """Load the model, open the contexts into `named`, and return a batch."""
         batch = lce.load(**self.loading).batch(**self.batch)
+        most = size_text(int(batch.gauges()["most_kept_bytes"]))
+        notice(f"contexts of ended requests may take {most} of memory; --cache-memory sets another limit")
         try:
             for name, path in self.contexts.items():
                 named.add(name, batch.setup, lce.Engine(batch.setup).open_context(path))

@@ -13,6 +13,7 @@ import click
 
 import lce
 from lce.errors import UsageError, WindowWarning, shown
+from lce.sizes import in_bytes
 from lce.terminal.output import Output
 
 
@@ -41,6 +42,7 @@ def serve(
     queue: int,
     cache_dir: str | None,
     cache_budget: str,
+    cache_memory: str | None,
     context: tuple[str, ...],
     ping: float,
     name: str | None,
@@ -63,7 +65,10 @@ def serve(
     served = name or served_name(model)
     own = ("localhost", "127.0.0.1", "[::1]", host.lower())
     settings = Settings(served, api_key, cors, own, open_metrics, ping_s=ping, drain_s=drain)
-    batch = {"max_lanes": lanes, "max_waiting": queue, "cache_dir": cache_dir, "cache_budget": cache_budget}
+    batch: dict[str, Any] = {"max_lanes": lanes, "max_waiting": queue}
+    batch |= {"cache_dir": cache_dir, "cache_budget": cache_budget}
+    if cache_memory is not None:
+        batch["cache_memory"] = in_bytes(cache_memory, "--cache-memory") // replicas
     load = Load({"model": model, **methods, **loading}, batch, contexts_of(context))
     with running.bound(host, port) as sock, ExitStack() as closing:
         if replicas == 1:

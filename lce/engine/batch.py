@@ -76,8 +76,8 @@ class Batch(Unique):
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(f"cache_dir is {shown(str(folder))}: {error.strerror}; name another folder") from None
-        half = (free_host_memory() or 8 << 30) // 2
-        memory = half if cache_memory is None else in_bytes(cache_memory, "cache_memory")
+        quarter = (free_host_memory() or 8 << 30) // 4
+        memory = quarter if cache_memory is None else in_bytes(cache_memory, "cache_memory")
         self._prefixes = PrefixCache(folder, memory, budget, reuse)
         self._choosing = threading.Lock()  # for `_using`, so that each method has one setup
         self._using = lru_cache(MOST_METHODS)(setup.using)

@@ -98,7 +98,7 @@ class Engine(Unique):
         Up to `max_lanes` requests run, and `max_waiting` more wait; further ones are refused. Contexts of ended
         requests are kept, and of a prompt that begins with a kept context's tokens only the rest is read. In the folder
         `cache_dir`, contexts are also kept as files of up to `cache_budget` bytes in all, which outlive the process. In
-        memory, kept contexts take up to `cache_memory` bytes, by default half of the free memory.
+        memory, kept contexts take up to `cache_memory` bytes, by default a quarter of the free memory.
         """
         from lce.engine.batch import Batch
 

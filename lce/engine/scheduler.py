@@ -86,7 +86,7 @@ class Scheduler:
         usage = (held + kept) / max(1, held + kept + free)
         found = {"running": len(self._running), "waiting": len(self._waiting), "contexts": self.prefixes.n_contexts}
         counts = {name: self.totals[name] for name in ("prompt_tokens", "cached_tokens", "decode_tokens")}
-        return {**found, **counts, "kept_bytes": kept, "kv_usage": usage}
+        return {**found, **counts, "kept_bytes": kept, "most_kept_bytes": self.prefixes.memory, "kv_usage": usage}
 
     def close(self, drain_s: float) -> None:
         """Take no more requests, let running ones go on for `drain_s` seconds, and end the threads."""

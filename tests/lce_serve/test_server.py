@@ -92,8 +92,9 @@ def test_what_is_not_http_is_refused(address: str) -> None:
 def test_a_signal_lets_streams_end(chat_model: Path, monkeypatch: pytest.MonkeyPatch, sig: int, code: int) -> None:
     monkeypatch.setenv("LCE_API_KEY", "k")
     with Process([sys.executable, "-m", "lce", "serve", "-m", chat_model, "--port", "0", "--threads", "1"]) as process:
-        lines = [process.line("stderr"), process.line("stderr")]
-        assert "is loaded" in lines[1], lines
+        lines = [process.line("stderr") for _ in range(3)]
+        assert "--cache-memory" in lines[1], lines
+        assert "is loaded" in lines[2], lines
         url = f"{lines[0].split()[-1]}/v1/chat/completions"
         body = {"messages": HI, "stream": True, "max_tokens": 600, "logit_bias": {"77": 100}}
         key = {"Authorization": "Bearer k"}
