@@ -1,5 +1,6 @@
 """Samples the tokens of an answer, and turns them into text. Later tokens never change text that was returned."""
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from lce.progress import Progress, check_progress
 from lce.sizes import count
 from lce.tokenizer.tokenizer import Tokenizer
 
-LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller positive temperatures would be 0 in float32
+LEAST_TEMPERATURE, MOST_TEMPERATURE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class Constraint(Protocol):
@@ -92,7 +93,11 @@ class Sampler:
         self.sampling = sampling
         self._prompt = torch.tensor(prompt if sampling.repetition_penalty != 1 else (), dtype=torch.int64).unique()
         self._random = torch.Generator()
-        self._random.seed() if sampling.seed is None else self._random.manual_seed(sampling.seed)
+        if sampling.seed is None:
+            self._random.seed()
+        else:  # by a hash: the first draws of neighbouring seeds of this generator are alike
+            digest = hashlib.blake2b(str(sampling.seed).encode(), digest_size=8).digest()
+            self._random.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     @timed("sampling")
     def pick(self, logits: Tensor, answer: Sequence[int] = ()) -> int:
@@ -129,10 +134,10 @@ def penalised(logits: Tensor, sampling: Sampling, prompt: Tensor, answer: Sequen
 
 def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the distribution `[vocab]` from which a token is drawn, after all filters."""
-    scaled = (logits - logits.max()) / max(sampling.temperature, LEAST_TEMPERATURE)
-    if 0 < sampling.top_k < len(scaled):
-        scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
-    probabilities = scaled.softmax(-1)
+    if 0 < sampling.top_k < len(logits):  # before a high temperature makes logits equal
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    temperature = min(max(sampling.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE)  # in float32 not 0, not infinite
+    probabilities = ((logits - logits.max()) / temperature).softmax(-1)
     if sampling.top_p < 1:
         _cut_nucleus(probabilities, sampling.top_p)
     if sampling.min_p > 0:
@@ -153,7 +158,7 @@ def _cut_nucleus(probabilities: Tensor, top_p: float) -> None:
         if beyond[-1] or n_ranked == len(probabilities):
             break
         n_ranked = min(len(probabilities), 8 * n_ranked)
-    n_kept = n_ranked - int(beyond.sum())
+    n_kept = max(1, n_ranked - int(beyond.sum()))  # `top_p` may be smaller than any float32
     least = ranked[n_kept - 1]
     equal = (probabilities == least).nonzero().squeeze(1)
     n_equal = n_kept - int((ranked > least).sum())

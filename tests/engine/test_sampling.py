@@ -24,6 +24,12 @@ from tests.checkpoints import tokens
 LOGITS = st.lists(st.integers(-200, 200), min_size=1, max_size=30).map(lambda grid: torch.tensor(grid) / 16.0)
 
 
+@pytest.mark.parametrize("extreme", [{"temperature": 1e300, "top_k": 1}, {"top_p": 1e-300}, {"temperature": 1e-300}])
+def test_extreme_cuts_keep_the_likeliest(extreme: dict[str, Any]) -> None:
+    found = probabilities_of(torch.tensor([1.0, 3.0, 2.0]), Sampling(**{"temperature": 1.0, **extreme}))
+    assert found.tolist() == [0, 1, 0]
+
+
 @given(LOGITS, st.sampled_from([0.25, 1.0, 4.0]), st.integers(0, 35), st.floats(0.01, 1.0), st.floats(0.0, 1.0))
 @settings(max_examples=200, deadline=None)
 def test_cuts_leave_a_distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
@@ -90,6 +96,7 @@ def test_a_seed_repeats_and_none_does_not() -> None:
     for seed in (0, 1, 2**63 - 1):
         assert draw(seed) == draw(seed)
     assert draw(1) != draw(2)
+    assert draw(1) != draw(1 + 2**32), "all bits of a seed count"
     assert draw(None) != draw(None)
 
 
