@@ -109,7 +109,7 @@ class Attention(ABC):
         return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Return whether a kernel can `decode` keys of this dtype and size; only then may a step be recorded."""
+        """Return whether a kernel can `decode` keys of this dtype and size, as the CUDA graph of a step requires."""
         return False
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:

@@ -180,7 +180,7 @@ class GrowingRows(MethodState):
 
     def committed(self, n_tokens: int) -> Held:
         n_rows = self._rows_of(n_tokens)
-        return None if self._rows is None else self.buffer.narrow(self.axis, 0, n_rows), n_rows
+        return self.buffer.narrow(self.axis, 0, n_rows) if n_rows else None, n_rows
 
     def restore(self, held: Held) -> None:
         tensor, self._n_rows = held
@@ -198,6 +198,7 @@ class GrowingRows(MethodState):
 
     def _go_back(self, mark: Held) -> None:
         self._n_rows = mark[1]  # rows written before the mark are still in the buffer
+        self._rows = self._rows if self._n_rows else None  # the next ones may have another shape
 
     def shareable(self, n_tokens: int) -> list[tuple[RowBuffer, int, int]]:
         n_rows = self._rows_of(n_tokens)
@@ -206,7 +207,7 @@ class GrowingRows(MethodState):
     def fork(self, n_tokens: int, for_fork: ForFork) -> Self:
         other = copy(self)
         other._n_rows = self._rows_of(n_tokens)
-        other._rows = None if self._rows is None else self._rows.fork(other._n_rows, for_fork)
+        other._rows = self._rows.fork(other._n_rows, for_fork) if self._rows and other._n_rows else None
         return other
 
     def most_bytes(self, n_tokens: int, block: int) -> int:

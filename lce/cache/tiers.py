@@ -195,7 +195,7 @@ class TierStack:
         self.top, self.pools = smaller.top, smaller.pools
 
     def fork(self, buffer_tokens: int = 0) -> "TierStack":
-        """Return tiers for another context: the same pages, which are in the file, or copied to the last pool."""
+        """Return another context's tiers with the same pages: shared in the file, or copied to the lowest pool."""
         self.settle()
         if self.bottom.writable:
             self.write_down()

@@ -48,8 +48,8 @@ class Context(Unique):
     `token_ids` is the whole sequence; the cache may lack the last token of an answer, which is prefilled with the next
     tokens. `Engine.generate` appends prompt and answer to a given `context`: give a `fork` to keep the original.
     One call at a time may use a context; different contexts of one engine may be used from different threads.
-    `announced` is the final number of tokens that `length` announced; some RoPE scalings depend on it. `source` names
-    the file from which the context was opened.
+    `announced` is the final number of tokens, as given by an argument `length`; some RoPE scalings depend on it.
+    `source` names the file from which the context was opened.
 
     A call that fails or is interrupted leaves the context as it was before, so the call can be repeated. A stream that
     has begun to answer leaves the answer so far: an empty prompt continues the answer.

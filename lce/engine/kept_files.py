@@ -31,7 +31,7 @@ from lce.progress import notice
 LEAST_SAVED = 16  # tokens: shorter contexts are not saved
 LEAST_IDLE_S = 0.5  # before a context is saved
 SAVED_BYTES_PER_S = 500 << 20  # an estimate, by which the time that a context must have been idle follows from its size
-ABANDONED_S = 3600  # a file of tokens without its context is removed after so many seconds
+ABANDONED_S = 2.0  # a file of tokens without a context or a draft of it is removed after so many seconds
 MOST_IDS_BYTES = 1 << 30  # of a file of tokens
 SETTLED_NS = 100_000_000  # two changes of a folder within so many nanoseconds may have the same time
 GROUP = re.compile("[0-9a-f]{16}")  # the name of a group's folder
@@ -182,6 +182,8 @@ class KeptFiles:
             return
         self._scanned[group] = changed if time.time_ns() - changed > SETTLED_NS else 0
         known = {each.path.stem for each in self._entries.of(group) if each.path is not None}
+        for path in (*folder.glob(".*.lce.*.tmp"), *folder.glob(".*.ids.*.tmp")):
+            remove_leftover(path)
         for path in folder.glob("*.ids"):
             file = path.with_suffix(".lce")
             if path.stem in known or path.stem == self._writing:
@@ -190,7 +192,7 @@ class KeptFiles:
                 if file.exists():
                     ids, stat = _read_ids(path), file.stat()
                     self._entries.add(Entry(ids, group, None, file, stat.st_size + ids.nbytes, stat.st_mtime))
-                elif time.time() - path.stat().st_mtime > ABANDONED_S:
+                elif time.time() - path.stat().st_mtime > ABANDONED_S and not [*folder.glob(f".{file.name}.*")]:
                     path.unlink(missing_ok=True)
             except (OSError, ValueError, LceError) as error:
                 if path.name not in self._refused:
@@ -199,8 +201,6 @@ class KeptFiles:
         for entry in self._entries.of(group):
             if entry.path is not None and not entry.path.exists() and entry.context is None and not entry.busy:
                 self._entries.drop(entry)
-        for path in (*folder.glob(".*.lce.*.tmp"), *folder.glob(".*.ids.*.tmp")):
-            remove_leftover(path)
 
     def _save_all(self) -> None:
         """Save contexts that have been idle, until the cache is closed: the saver's thread."""
@@ -228,10 +228,15 @@ class KeptFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             cache, small = entry.context.cache, entry.context.data.tensors()
             n_needed = FileLayout(cache.layout, cache.length).small_start + sum(x.nbytes for x in small.values())
-            if not self._make_space(n_needed + entry.ids.nbytes):
+            n_needed += entry.ids.nbytes
+            if not self._make_space(n_needed, self.budget):
                 raise CapacityError("it is larger than the budget for kept contexts")
-            write_whole(path.with_suffix(".ids"), entry.ids.tobytes())
-            entry.context.save(path)
+            try:
+                self._write(entry.context, entry.ids, path)
+            except CapacityError:  # the disk is full: files of the same size are given up
+                if not self._make_space(n_needed, sum(each.n_bytes for each in self._entries)):
+                    raise
+                self._write(entry.context, entry.ids, path)
             n_bytes = path.stat().st_size + entry.ids.nbytes
         except Exception as error:  # any one: the saver must go on, and requests may wait for the entry
             with suppress(OSError):
@@ -244,9 +249,13 @@ class KeptFiles:
                 for other in self._entries.prefixes(entry):
                     if other.context is None:
                         self._entries.drop(other)
-                self._make_space(0)  # the file may be larger than the estimate
+                self._make_space(0, self.budget)  # the file may be larger than the estimate
 
-    def _make_space(self, n_bytes: int) -> bool:
+    def _write(self, context: Context, ids: Ids, path: Path) -> None:
+        write_whole(path.with_suffix(".ids"), ids.tobytes())
+        context.save(path)
+
+    def _make_space(self, n_bytes: int, budget: int) -> bool:
         """Remove files, the least recently used first, until `n_bytes` more fit the budget; return whether they do."""
         with self._lock:
             for group in filter(GROUP.fullmatch, next(os.walk(self.folder), ("", [], []))[1]):
@@ -254,14 +263,14 @@ class KeptFiles:
             files = sorted((each for each in self._entries if each.path is not None), key=lambda each: each.used)
             total = sum(each.n_bytes for each in files)
             for entry in files:
-                if total + n_bytes <= self.budget:
+                if total + n_bytes <= budget:
                     break
                 total -= entry.n_bytes
                 entry.unlink()
                 if entry.context is None:
                     self._entries.drop(entry)
                 entry.unsavable = True
-        return total + n_bytes <= self.budget
+        return total + n_bytes <= budget
 
 
 def _read_ids(path: Path) -> Ids:

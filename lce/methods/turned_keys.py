@@ -192,7 +192,7 @@ def grouped(cache: LayerCache, group: int, step: Step, start: int, stop: int) ->
 def moved(k: Tensor, start: int, group: int, step: Step) -> Tensor:
     """Rotate cached keys `k [G, n, D]` from `index` to `index // group`; `start` is the index of the first key.
 
-    Computes in float32 and rounds once, so 16-bit keys are rounded twice in all. Cached keys include YaRN's factor.
+    Computes in float32. 16-bit keys were rounded when they were cached, and are rounded once more. YaRN's factor stays.
     """
     n, rope = k.shape[1], step.rope
 

@@ -187,7 +187,7 @@ class Model:
 
     @classmethod
     def schemes(cls, config: ModelConfig, scheme: Scheme, stored: Collection[str] = ()) -> dict[str, Scheme]:
-        """Return each matrix' scheme by published name; 8 bits for embedding and head, the cause of much error."""
+        """Return each matrix' scheme by published name; 8 bits for embedding and head, where fewer cause much error."""
         return {
             published: ROUNDED["int8"] if name in ("embed", "head") else scheme
             for name, (published, shape) in cls.weights(config, stored).items()

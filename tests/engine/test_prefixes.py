@@ -347,6 +347,32 @@ def test_the_budget_is_kept_and_the_least_recently_used_file_goes(full: lce.Engi
         assert within(batch.stream([*texts[1], 9, 9], max_tokens=1).finish).stats.read_before == 0
 
 
+def test_a_full_disk_gives_up_what_was_used_least_recently(
+    full: lce.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, texts = lce.Context.save, [tokens(100, seed=i) for i in range(4)]
+
+    def limited(context: lce.Context, path: Path) -> None:
+        if len(listed(tmp_path)) > 1:
+            raise CapacityError("no space is left")
+        save(context, path)
+
+    monkeypatch.setattr(lce.Context, "save", limited)
+    asked(full, tmp_path, *texts)
+    assert len(listed(tmp_path)) == len(listed(tmp_path, "ids")) == 2
+    (found,) = asked(full, tmp_path, [*texts[3], 9])
+    assert found.stats.read_before >= 100, "the last one is kept"
+
+
+def test_tokens_without_a_context_go_when_they_are_seen(full: lce.Engine, folder: Path) -> None:
+    (kept,) = listed(folder)
+    left = kept.with_name("0123456789abcdef.ids")
+    left.write_bytes(b"abcd")
+    os.utime(left, (0, 0))
+    asked(full, folder, [*TEXT, 5])
+    assert not left.exists()
+
+
 def test_a_context_larger_than_the_budget_is_not_saved(full: lce.Engine, tmp_path: Path) -> None:
     with full.batch(cache_dir=tmp_path, cache_budget=1000) as batch:
         within(batch.stream(TEXT, max_tokens=6).finish)
