@@ -20,6 +20,7 @@ import lce
 from lce.engine import kept_files, prefixes
 from lce.engine.kept_files import Entry, common
 from lce.engine.prefixes import PrefixCache
+from lce.errors import CapacityError
 from tests.checkpoints import tokens
 from tests.command import Process, output, start, until, within
 
