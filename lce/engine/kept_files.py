@@ -234,7 +234,7 @@ class KeptFiles:
             try:
                 self._write(entry.context, entry.ids, path)
             except CapacityError:  # the disk is full: files of the same size are given up
-                if not self._make_space(n_needed, sum(each.n_bytes for each in self._entries)):
+                if not self._make_space(n_needed, sum(each.n_bytes for each in self._entries if each.path)):
                     raise
                 self._write(entry.context, entry.ids, path)
             n_bytes = path.stat().st_size + entry.ids.nbytes
