@@ -86,9 +86,9 @@ class Attention(ABC):
         """Compute attention where each query of each head sees its own list of whole chunks.
 
         `q [H, T, D]`, unrotated; `chunk_ids [H, T, K]`, -1 for none, no chunk twice in a list. For slot s of the list,
-        query t is rotated by the rotation number `turns.rows[t, s]` of `turns.table`.
-        `tiles` are the chunks' keys and values, in one or more rounds: each has the chunks of a KV head that follow
-        those of the rounds before. Returns `out [H, T, D]`, `lse [H, T]`.
+        query t is rotated by entry `turns.rows[t, s]` of `turns.table`. `tiles` are the chunks' keys and values, in
+        one or more rounds: a round has later chunks of a KV head than the rounds before.
+        Returns `out [H, T, D]`, `lse [H, T]`.
 
         Time: O(H · T · K · L · D). A backend that keeps partial results of each slot writes them to `memory()`, if
         given: a flat tensor of H·T·K·D numbers, used for all layers because new memory is slow.

@@ -109,7 +109,7 @@ class Division:
 
     @cached_property
     def spans(self) -> Mapping[str, Sequence[Span]]:
-        """The runs of rows or columns that this rank has, by the name of a size in a family's tables of weights."""
+        """This rank's runs of rows or columns of each divided size, such as `inner`, of a family's weight tables."""
         config, dim, (first, stop) = self.config, self.config.head_dim, self.kv_heads
         group = config.n_heads // config.n_kv_heads * dim
         query, key = (first * group, stop * group), (first * dim, stop * dim)

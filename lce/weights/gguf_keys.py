@@ -71,7 +71,7 @@ class Keys:
 
 
 def decimal(value: float) -> float:
-    """Return the shortest decimal number that rounds to a float32; another number as it is."""
+    """Return the shortest decimal that rounds to `value` if `value` is a float32, else `value`."""
     assert math.isfinite(value)
     return float(str(np.float32(value))) if np.float32(value) == value else float(value)
 
