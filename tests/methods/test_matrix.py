@@ -141,11 +141,11 @@ IN_8_BITS: list[Any] = [
 ]
 CONSTANT = ("longheads", {"chunk_size": 4, "placement": "constant"})
 CUTS = {
-    "1": lambda n: [*cut(20, 1), n - 20],
+    "1": lambda n: [*cut(40, 1), n - 40],
     "7": lambda n: cut(n, 7),
     "64": lambda n: cut(n, 64),
     "whole": lambda n: [n],
-    "prefill, then decode": lambda n: [n - 12, *cut(12, 1)],
+    "prefill, then decode": lambda n: [n - 25, *cut(25, 1)],
     "mixed": lambda n: [3, 90, 1, 1, n - 95],
 }
 
@@ -220,7 +220,7 @@ def test_every_method_has_a_definition() -> None:
 
 @pytest.mark.parametrize(
     ("name", "knobs", "heads"),
-    [*((*case, (4, 2)) for case in CASES), *((*case, (3, 3)) for case in EACH_BASIC)],
+    [*((*case, (8, 2)) for case in CASES), *((*case, (4, 4)) for case in EACH_BASIC)],
     ids=str,
 )
 @pytest.mark.covering
@@ -230,7 +230,7 @@ def test_equals_the_oracle_far_beyond_the_window(
     for each in {*oracle.DEFINITIONS} - BY_BLOCK - ({"pages"} if by_block("pages", knobs) else set()):
         monkeypatch.setitem(oracle.DEFINITIONS, each, once(oracle.DEFINITIONS[each]))
     method = make(name, knobs)
-    n = beyond(method, 3) + 5
+    n = beyond(method, 4) + 5
     q, k, v = vectors(7, *heads, n, 16)
     truth = None
     for called, cutting in CUTS.items():
