@@ -45,7 +45,7 @@ from lce.methods.knobs import fill_in
 from lce.methods.knobs import knob as knob
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
 from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
-from lce.methods.turned_keys import keep_recent, recent_keys
+from lce.methods.turned_keys import keep_recent, recent_keys, unrotated
 
 T = TypeVar("T")
 M = TypeVar("M", bound="Method")
@@ -183,8 +183,9 @@ class Method:
         Called for context files, which are not trusted. `kept` has the names of `state`, without empty states. Each
         `MethodState` checks its tensors. The method checks sizes that could broadcast, and that tensors fit together.
         """
-        shape = layout.n_kv_heads, layout.head_dim
-        return RECENT not in self.state(layout) or (RECENT in kept and kept[RECENT].shape[::2] == shape)
+        if RECENT not in kept:  # after going back, recent keys are missing until they are made of unrotated keys
+            return RECENT not in self.state(layout) or unrotated(self)
+        return kept[RECENT].shape[::2] == (layout.n_kv_heads, layout.head_dim)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
         """Return the positions at which the keys of tokens `indices [T]` are cached; None: keys are unrotated."""

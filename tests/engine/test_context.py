@@ -293,6 +293,9 @@ def test_a_truncated_context_goes_on(tiny_model: Path, tmp_path: Path, name: str
         asked = engine.generate(question, max_tokens=4, context=fork).token_ids
         fresh = engine.prefill(fork.token_ids[:n])
         assert asked == engine.generate(question, max_tokens=4, context=fresh).token_ids
+        context.save(tmp_path / f"{n}.lce")
+        opened = engine.open_context(tmp_path / f"{n}.lce")
+        assert asked == engine.generate(question, max_tokens=4, context=opened).token_ids
     engine.prefill(ids).save(tmp_path / "c.lce")
     opened = engine.open_context(tmp_path / "c.lce")
     opened.truncate(60)
