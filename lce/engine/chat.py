@@ -10,7 +10,7 @@ from lce.engine.context import Context, Unique, new_context
 from lce.engine.running import Rest, checked_options, prompt_ids, stream
 from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Generation, Stream
-from lce.errors import UsageError
+from lce.errors import ModelError, UsageError
 from lce.sizes import count
 from lce.tokenizer.chat import ChatText
 
@@ -180,6 +180,8 @@ class Conversation(Unique):
         if not marks:  # even the tokens of the context given at first are missing
             ids = [*self._before, *ids]
         if self.context is None:
+            if not ids:
+                raise ModelError("the chat template writes nothing for these messages; use generate with a prompt")
             self.context = new_context(self.setup, max(len(ids), self._length))
         context, cache = self.context, self.context.cache
         wanted = [*context.token_ids[:n_tokens], *ids]  # the context may hold a part of a turn that failed

@@ -314,3 +314,9 @@ def test_a_reset_that_is_interrupted_happens_or_does_not(engine: lce.Engine) -> 
         assert conversation.messages in (first, first[:1]), place
         conversation.reset()
         assert conversation.ask(QUESTIONS[0], max_tokens=4).text == first[2]["content"]
+
+
+def test_a_template_that_writes_nothing_is_the_models_fault(tmp_path: Path) -> None:
+    engine = lce.load(save_chat(tmp_path, "{# nothing #}", max_position_embeddings=64))
+    with pytest.raises(lce.ModelError, match="writes nothing for these messages"):
+        engine.chat([{"role": "user", "content": "Hi"}], max_tokens=2)

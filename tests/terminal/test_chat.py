@@ -161,7 +161,10 @@ def test_a_bad_line_of_a_pipe_ends_it(chatty: Path, tmp_path: Path, monkeypatch:
     assert Path("taken").read_text() == "text"
 
 
-def test_a_model_without_a_template(tiny_model: Path) -> None:
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_model_without_a_template(tiny_model: Path, tmp_path: Path, empty: bool) -> None:
+    if empty:
+        tiny_model = save_chat(tmp_path, "", max_position_embeddings=64)
     for args in (["chat"], ["generate", "--chat", "--prompt", "Hi"], ["generate", "--prompt", "Hi", "--system", "Be"]):
         result = run(*args, "--model", tiny_model, stdin="Hi\n")
         assert_error(result, 3, "has no chat template: it continues text; use generate with a prompt alone")
