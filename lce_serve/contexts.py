@@ -44,7 +44,11 @@ class NamedContexts:
             del self._found[name]
 
     def described(self) -> list[dict[str, Any]]:
-        """Return the name and the number of tokens of each context, as JSON objects of the API."""
+        """Return each context as a JSON object of the API."""
         with self._lock:
-            found = list(self._found.items())
-        return [{"name": name, "object": "context", "n_tokens": len(context)} for name, (_, context) in found]
+            return [as_object(name, context) for name, (_, context) in self._found.items()]
+
+
+def as_object(name: str, context: lce.Context) -> dict[str, Any]:
+    """Return a named context as a JSON object of the API."""
+    return {"name": name, "object": "context", "n_tokens": len(context)}

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 import lce
 from lce_serve.answering import Json, common
+from lce_serve.contexts import as_object
 from lce_serve.conversation import prompt_or_messages, rendered
 from lce_serve.fields import Fields
 from lce_serve.generation import engine_for, longest, room
@@ -52,7 +53,7 @@ def _longest(engine: Any) -> int | None:
 async def models(service: Service, request: Request) -> Response:
     """List the model, and the model with each named context."""
     own = service.settings.model
-    names = [own, *(f"{own}@{name}" for name in [each["name"] for each in service.named.described()])]
+    names = [own, *(f"{own}@{each['name']}" for each in service.named.described())]
     return Json({"object": "list", "data": [_model(service, name) for name in names]})
 
 
@@ -103,6 +104,7 @@ async def detokenize(service: Service, request: Request, fields: Fields) -> Resp
 
 async def contexts(service: Service, request: Request) -> Response:
     """List the named contexts."""
+    service.check_ready()
     return Json({"object": "list", "data": service.named.described()})
 
 
@@ -129,11 +131,12 @@ async def make_context(service: Service, request: Request, fields: Fields) -> Re
     finally:
         stream.cancel()
     service.named.add(name, stream.setup, stream.context)
-    return Json({"name": name, "object": "context", "n_tokens": len(stream.context)})
+    return Json(as_object(name, stream.context))
 
 
 async def drop_context(service: Service, request: Request) -> Response:
     """Give up a named context."""
     name = request.path_params["name"]
+    service.check_ready()
     service.named.drop(name)
     return Json({"name": name, "object": "context", "deleted": True})

@@ -123,11 +123,15 @@ class Service:
         """`loading`, `ok` or `draining`."""
         return "draining" if self.draining else "loading" if self._batch is None else "ok"
 
+    def check_ready(self) -> None:
+        """Refuse a request that comes too early or too late."""
+        if self.status != "ok":
+            raise Refusal(503, f"the server is {self.status}; try again later", code=self.status)
+
     @property
     def batch(self) -> Any:
         """The batch. Refuses a request that comes too early or too late."""
-        if self.status != "ok":
-            raise Refusal(503, f"the server is {self.status}; try again later", code=self.status)
+        self.check_ready()
         return self._batch
 
     @property
@@ -156,6 +160,7 @@ class Service:
             raise Refusal(404, line, "model", "model_not_found")
         context = context or behind or None
         if context is not None:
+            self.check_ready()
             self.named.get(context)
         return context
 

@@ -144,6 +144,7 @@ class Scheduler:
             request.waits_for = self._begin(request)
         except BaseException as error:  # a callback may raise any, and it must not end the thread
             self._end(request, error)
+            return ""
         request.tried = time.perf_counter()
         return request.waits_for
 

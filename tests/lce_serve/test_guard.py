@@ -73,6 +73,8 @@ def test_a_server_that_loads_or_drains_says_so(service: Service) -> None:
     loading = TestClient(application(Service(Settings("tiny"))), base_url=URL)
     assert loading.get("/health").status_code == 503
     assert loading.post(PATH, json=CHAT).json()["error"]["code"] == "loading"
+    named = loading.post(PATH, json=CHAT | {"context": "book"}), loading.get("/contexts"), loading.delete("/contexts/a")
+    assert [each.status_code for each in named] == [503] * 3
     service.draining = True
     client = client_of(service)
     assert (client.get("/health").json(), client.post(PATH, json=CHAT).status_code) == ({"status": "draining"}, 503)
