@@ -8,6 +8,8 @@
 streams together while all of them are written, the median of the repeats, and its ratio to one stream.
 `beside`: the time between tokens of a stream while a prompt of `--long` tokens is read, and of the same tokens of the
 stream alone: each reads the tokens before it, so later ones take longer.
+`turns`: the time to the first token of a short chat of 60 tokens, alone and while 1 and 4 prompts of `--long` tokens
+are read, and how much longer the first of the long ones takes for it.
 `restart`: a prompt of `--known` tokens is read and kept, the server is started anew, and the prompt is asked again.
 """
 
@@ -26,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +37,7 @@ from typing import Any
 import lce
 from lce_lab.bench import machine
 
-PROMPT, ANSWER = 512, 96  # tokens
+PROMPT, ANSWER, CHAT, N_CHATS = 512, 96, 60, 4  # tokens; chats beside each long prompt
 ENDS: list[int] = []  # the model's end tokens, which are never drawn
 START_S = 300  # seconds in which a server must start
 
@@ -50,14 +53,14 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=32_000)
     parser.add_argument("--known", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["lanes", "beside", "restart"])
+    parser.add_argument("--only", choices=["lanes", "beside", "turns", "restart"])
     args = parser.parse_args()
     print(f"{machine()}; {args.model}, {args.method}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         known, ENDS[:] = known_ids(
             args.model, max(args.long, args.known if args.only in (None, "restart") else 0) + 20_000
         )
-        if args.only in (None, "lanes", "beside"):
+        if args.only != "restart":
             with lce_server(args.model, args.method) as port:
                 measure(args, "lce", port, known)
             if args.llama_server:
@@ -183,6 +186,43 @@ def measure(args: argparse.Namespace, name: str, port: int, known: list[int]) ->
             print(f"{name}: {n} at once: {speed:.1f} tokens/s, {speed / one:.2f} of one", flush=True)
     if args.only in (None, "beside"):
         beside(args, name, port, known)
+    if args.only in (None, "turns"):
+        turns(args, name, port, known)
+
+
+def turns(args: argparse.Namespace, name: str, port: int, known: list[int]) -> None:
+    """Print how long short chats wait for their first token beside long prompts, and how much the long ones lose."""
+    starts = iter(range(3, len(known), 211))  # no two prompts begin with the same tokens
+
+    def ask(n_tokens: int) -> float:
+        """Return the seconds that the first token of a new prompt takes."""
+        start, began = next(starts) % (len(known) - n_tokens), time.perf_counter()
+        streamed(port, known[start : start + n_tokens], 1, [])
+        return time.perf_counter() - began
+
+    own = statistics.median(ask(CHAT) for _ in range(5))
+    alone = statistics.median(ask(args.long) for _ in range(args.repeats))
+    block = lce.load(args.model).setup.block
+    print(
+        f"{name}: alone: a chat {own:.3f} s; {args.long:,} tokens {alone:.1f} s, {alone * block / args.long:.2f} s for "
+        f"each block of {block:,}",
+        flush=True,
+    )
+    for n in (1, 4):
+        chats, longs = list[float](), list[float]()
+        for _ in range(args.repeats):
+            with ThreadPoolExecutor(n) as pool:
+                asked = [pool.submit(ask, args.long) for _ in range(n)]
+                for _ in range(N_CHATS):
+                    time.sleep(alone / (N_CHATS + 1))
+                    chats.append(ask(CHAT))
+                longs.append(asked[0].result())
+        ratio = f"; the first long one {statistics.median(longs) / alone:.2f} of alone" if n == 1 else ""
+        print(
+            f"{name}: behind {n} of {args.long:,} tokens: a chat's first token after {statistics.median(chats):.2f} s, "
+            f"at most {max(chats):.2f} s{ratio}",
+            flush=True,
+        )
 
 
 def beside(args: argparse.Namespace, name: str, port: int, known: list[int]) -> None:
