@@ -16,7 +16,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (33_500, "lines; a fifth are kernels, which wait for their own rebuilding"),
-    "lce_serve": (4_800, "lines; three APIs and what their clients send, a page, replicas and the door in front of servers"),
+    "lce_serve": (
+        4_800,
+        "lines; three APIs and what their clients send, a page, replicas and the door in front of servers",
+    ),
     "lce_lab": (12_500, "lines; commands, tasks, benchmarks, records and pages"),
     "tests": (45_000, "lines: the slow truth and the stand-ins for GPUs are 2,700"),
     "words": (60_000, "in README, CONTRIBUTING, docs and benchmarks, the tour's code included"),
