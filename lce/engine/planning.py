@@ -296,6 +296,9 @@ class Allowance:
         """Return the bytes that are promised to caches other than `own` and not used yet, by memory or disk."""
         total: Counter[str] = Counter()
         for cache, (planner, n_tokens) in list(self._promises.items()):
+            layout = planner.layout
+            if layout.on_cpu and layout.budgets.spill_dir is None and n_tokens <= cache.length:
+                continue  # all is used, as of most kept contexts: memory of a CPU is used when it is written
             if cache is not own:
                 promised, used = planner.bytes_needed(n_tokens), planner.bytes_used(cache)
                 total.update({kind: max(0, n_bytes - used.get(kind, 0)) for kind, n_bytes in promised.items()})

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from lce.engine.context import Context, Unique
-from lce.engine.kept_files import Entries, Entry, Ids, KeptFiles, common
+from lce.engine.kept_entries import Entries, Entry, Ids, common
+from lce.engine.kept_files import KeptFiles
 from lce.engine.requests import Request
 from lce.engine.setup import Setup
 from lce.models.rope import Rope
@@ -111,7 +112,9 @@ class PrefixCache(Unique):
             assert self._files is not None
             return self._files.open(setup, entry)
         if n_tokens < len(entry.ids):
-            return context.fork()
+            fork = context.fork()
+            entry.weigh()
+            return fork
         entry.context = None  # the request appends to it
         if entry.path is None:
             self._entries.discard(entry)
@@ -146,8 +149,7 @@ class PrefixCache(Unique):
                     entry.path, entry.n_bytes, other.path = other.path, other.n_bytes, None
                 if other.path is None:  # the others' files are given up when this context has one
                     self._entries.drop(other)
-            filed = (each for each in self._entries.of(entry.group) if each.path is not None)
-            n_new = len(ids) - max((common(each.ids, ids) for each in filed), default=0)
+            n_new = len(ids) - self._entries.longest(entry.group, ids, lambda each: each.path is not None)
             # A question about a long document does not make another copy of the document.
             entry.unsavable = request.start is not None or len(ids) > max(ALWAYS_SAVED, n_new * SAVED_SHARE)
             self._entries.add(entry)
@@ -162,8 +164,9 @@ class PrefixCache(Unique):
         whether memory was freed, or will be.
         """
         with self._lock:
+            if (excess := max(n_bytes, self.memory_bytes - self.memory)) <= 0:
+                return False
             held = sorted((each for each in self._entries if each.context), key=lambda each: each.used)
-            excess = before = max(n_bytes, self.memory_bytes - self.memory)
             for entry in held:
                 if excess <= 0:
                     break
@@ -175,7 +178,7 @@ class PrefixCache(Unique):
                 entry.free()
                 if entry.path is None:
                     self._entries.discard(entry)
-            return bool(held) and before > 0
+            return bool(held)
 
     def close(self, *, save: bool = True) -> None:
         """Free the contexts in memory. With `save`, contexts without a file are saved first."""

@@ -296,7 +296,7 @@ class Scheduler:
                 result.stats.memory, result.stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
                 result.warning = result.warning or request.setup.beyond(len(context))
                 del context.token_ids[max(context.cache.n_tokens, request.n_said and len(context)) :]
-                ALLOWANCE.give_back(context.cache, len(context))
+                ALLOWANCE.give_back(context.cache, context.cache.length)
                 if isinstance(error, DataError):
                     self.prefixes.forget(context, error)
                 if request.hand_over is not None and error is None and result.finish_reason != "cancelled":

@@ -15,10 +15,13 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import lce
-from lce.engine import kept_files, prefixes
-from lce.engine.kept_files import Entry, common
+from lce.engine import kept_entries, kept_files, prefixes
+from lce.engine.kept_entries import Entries, Entry, common
+from lce.engine.planning import Planner
 from lce.engine.prefixes import PrefixCache
 from lce.errors import CapacityError
 from tests.checkpoints import tokens
@@ -432,6 +435,59 @@ def test_prefixes_are_found_by_their_pieces(full: lce.Engine, cache: PrefixCache
         assert entry is not None
         assert n == max(common(each.ids, asked) for each in cache._entries)
     assert cache._entries.best("h", np.array(TEXT, np.int32)) == (None, 0)
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+KEPT = st.tuples(TOKENS, st.sampled_from("gh"), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+
+
+@given(st.lists(KEPT, max_size=12), TOKENS)
+def test_an_entry_is_found_as_if_all_were_compared(kept: list[Any], wanted: list[int]) -> None:
+    entries, here, ids = Entries(), list[Entry](), np.array(wanted, np.int32)
+    for own, group, in_memory, on_disk, is_odd, stays in kept:
+        entry = Entry(np.array(own, np.int32), group, path=Path("x") if on_disk else None)
+        entry.context, entry.busy, entry.unopenable = Mock() if in_memory else None, is_odd, is_odd
+        entries.add(entry)
+        here += [entry] if stays else []
+    for entry in {*entries} - {*here}:
+        entries.discard(entry)
+        entries.discard(entry)
+    assert len(entries) == len(here)
+    assert {*entries} == {*here}
+    usable = [each for each in here if each.group == "g" and not each.unopenable]
+    n = max((common(each.ids, ids) for each in usable), default=0)
+    equal = [each for each in usable if n and common(each.ids, ids) == n]
+    best, n_found = entries.best("g", ids)
+    assert n_found == n
+    assert (best in equal) if equal else best is None
+    if best is not None:
+        assert (best.context is not None) == any(each.context is not None for each in equal)
+    filed = [common(each.ids, ids) for each in here if each.group == "g" and each.path]
+    assert entries.longest("g", ids, lambda each: each.path is not None) == max(filed, default=0)
+    for one in here:
+        others = [each for each in here if each.group == one.group and each is not one and not each.busy]
+        expected = {each for each in others if common(each.ids, one.ids) == len(each.ids)}
+        assert {*entries.prefixes(one)} == expected
+        assert len(entries.prefixes(one)) == len(expected)
+
+
+def test_many_kept_contexts_cost_a_request_little(full: lce.Engine) -> None:
+    """Per request, only a few of the entries are compared, and no memory is counted anew."""
+    n_compared, compare, weighed = [0], kept_entries.common, Mock(wraps=Planner.bytes_needed)
+
+    def counted(one: Any, other: Any) -> int:
+        n_compared[0] += 1
+        return compare(one, other)
+
+    with full.batch(max_lanes=1) as batch, pytest.MonkeyPatch.context() as patch:
+        for seed in range(40):
+            within(batch.stream(tokens(20, seed=seed), max_tokens=1).finish)
+        patch.setattr(kept_entries, "common", counted)
+        patch.setattr(Planner, "bytes_needed", lambda *given: weighed(*given))
+        found = within(batch.stream([*tokens(20, seed=7), 5], max_tokens=2).finish)
+        assert found.stats.read_before == 20
+    assert n_compared[0] < 10
+    assert weighed.call_count < 10
 
 
 def test_a_new_batch_knows_the_files_at_once(full: lce.Engine, tmp_path: Path) -> None:

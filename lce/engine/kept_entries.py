@@ -1,0 +1,154 @@
+"""The entries of a cache of contexts: each is kept in memory, as a file, or both, and is found by its tokens."""
+
+import operator
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lce.engine.context import Context
+
+LEAST_SAVED = 16  # tokens: shorter contexts are not saved
+
+Ids = NDArray[np.int32]
+PLACE = operator.attrgetter("place")
+
+
+@dataclass(eq=False)
+class Entry:
+    """A kept context: `context` in memory, its file at `path`, or both.
+
+    `busy` while it is being saved, `urgent` if memory is short, `unsavable` if it is to stay in memory alone. If memory
+    or a budget is too small to open the file, the file is `unopenable` here, and stays for others.
+    """
+
+    ids: Ids
+    group: str
+    context: Context | None = None
+    path: Path | None = None
+    n_bytes: int = 0  # of its files
+    used: float = 0.0
+    busy: bool = False
+    urgent: bool = False
+    unsavable: bool = False
+    unopenable: bool = False
+    place: tuple[str, bytes] = field(init=False)  # by which entries are sorted
+
+    def __post_init__(self) -> None:
+        self.place = self.beginning(len(self.ids))
+        self.weigh()
+
+    def beginning(self, n_tokens: int) -> tuple[str, bytes]:
+        """Return the place of an entry with the first tokens of this one."""
+        return self.group, self.ids[:n_tokens].tobytes()
+
+    def weigh(self) -> None:
+        """Set the bytes that the context takes in memory, shared ones included. A fork may change them."""
+        self._held = 0 if self.context is None else sum(self.context.cache.bytes_by_tier.values())
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether the context is to be saved."""
+        alone = self.context is not None and self.path is None
+        return alone and not self.unsavable and len(self.ids) >= LEAST_SAVED
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes that the context takes in memory, shared ones included."""
+        return 0 if self.context is None else self._held
+
+    def unlink(self) -> None:
+        """Remove the files, if there are any."""
+        for path in () if self.path is None else (self.path, self.path.with_suffix(".ids")):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        self.path = None
+
+    def free(self) -> None:
+        """Free the context in memory, if there is one."""
+        if self.context is not None:
+            self.context.close()
+            self.context = None
+
+
+def common(one: Ids, other: Ids) -> int:
+    """Return the length of the longest common prefix."""
+    n = min(len(one), len(other))
+    for stop in (min(n, 64), n):  # most texts differ at once
+        differing = np.flatnonzero(one[:stop] != other[:stop])
+        if len(differing):
+            return int(differing[0])
+    return n
+
+
+class Entries:
+    """The entries of a cache, sorted by their places, so that entries with a common prefix are neighbours.
+
+    The caller guards them by a lock. Time of a call: O(log n) comparisons, and a look at entries that are passed over.
+    """
+
+    def __init__(self) -> None:
+        self._sorted: list[Entry] = []
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._sorted)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def of(self, group: str) -> list[Entry]:
+        """Return the entries of a group."""
+        return [each for each in self if each.group == group]
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry."""
+        insort(self._sorted, entry, key=PLACE)
+
+    def discard(self, entry: Entry) -> None:
+        """Take an entry out, if it is here."""
+        first, last = (find(self._sorted, entry.place, key=PLACE) for find in (bisect_left, bisect_right))
+        if entry in self._sorted[first:last]:
+            del self._sorted[self._sorted.index(entry, first)]
+
+    def drop(self, entry: Entry) -> None:
+        """Take an entry out, and remove its files and its context in memory, if any."""
+        self.discard(entry)
+        entry.unlink()
+        entry.free()
+
+    def longest(self, group: str, wanted: Ids, fits: Callable[[Entry], bool]) -> int:
+        """Return the length of the longest prefix that `wanted` shares with an entry that `fits`."""
+        found, middle = self._sorted, bisect_left(self._sorted, (group, wanted.tobytes()), key=PLACE)
+        sides = range(middle - 1, -1, -1), range(middle, len(found))
+        near = [next((found[i] for i in side if fits(found[i])), None) for side in sides]
+        return max((common(each.ids, wanted) for each in near if each and each.group == group), default=0)
+
+    def best(self, group: str, wanted: Ids) -> tuple[Entry | None, int]:
+        """Return the entry with the longest common prefix, one in memory first, and the prefix' length.
+
+        Of several, the entry that has no other tokens is returned, if there is one.
+        """
+        n = self.longest(group, wanted, lambda each: not each.unopenable)
+        prefix = wanted[:n].tobytes()
+        after = islice(self._sorted, bisect_left(self._sorted, (group, prefix), key=PLACE), None)
+        equal = takewhile(lambda each: each.group == group and each.place[1].startswith(prefix), after)
+        usable = (each for each in equal if n and not each.unopenable)
+        first = next(usable, None)
+        in_memory = (each for each in usable if each.context is not None)
+        return (first if first is None or first.context is not None else next(in_memory, first)), n
+
+    def prefixes(self, entry: Entry) -> list[Entry]:
+        """Return the other entries, if idle, whose tokens are the first ones of an entry."""
+        found, n, stop = list[Entry](), len(entry.ids), len(self)
+        while n and (stop := bisect_right(self._sorted, entry.beginning(n), hi=stop, key=PLACE)):
+            stop -= 1  # the last entry that may be a prefix of the first `n` tokens
+            each = self._sorted[stop]
+            n = common(each.ids, entry.ids) if each.group == entry.group else 0
+            if each is not entry and not each.busy and n == len(each.ids):
+                found.append(each)
+        return found
