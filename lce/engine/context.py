@@ -207,7 +207,7 @@ def reserve(setup: Setup, cache: KVCache, length: int) -> None:
         cache.reserve(n_rows)
 
     try:
-        promise() if setup.division is None else setup.ranks.together(promise)
+        setup.ranks.together(promise, lambda _: {"length": length})
     except BaseException:
         ALLOWANCE.give_back(cache, before)
         raise

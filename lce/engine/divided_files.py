@@ -53,7 +53,7 @@ class DividedFiles(ContextFiles):
         heads.end()
 
     def open(self, path: Path) -> ContextData:
-        return self.division.ranks.together(lambda: self._opened(path))
+        return self.division.ranks.together(lambda: self._opened(path), lambda data: {"file": sorted(data.saves)})
 
     @torch.inference_mode()
     def _opened(self, path: Path) -> ContextData:

@@ -17,7 +17,7 @@ from lce.methods.base import Method
 from lce.models.config import ModelConfig
 from lce.models.layers import model_class
 from lce.models.products import SummedMatrix, VocabularyPart
-from lce.models.ranks import LIMIT_S, Division, Ranks
+from lce.models.ranks import LIMIT_S, Division, Facts, Ranks
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.packed import ROW_BLOCK, Scheme
 from lce.weights.slices import Slice, block_size, check_cuts, sliced
@@ -58,13 +58,17 @@ def _join() -> None:
     atexit.register(lambda: (gc.collect(), dist.destroy_process_group()))  # gloo's threads may not outlive the group
 
 
-def checked(made: Setup, ranks: Ranks) -> Setup:
-    """Return a setup. Raises `UsageError` unless all ranks loaded the same model with the same options."""
-    whole = made.division.config if made.division else made.config
-    found = ranks.exchange(repr((whole, made.method, made.block, made.dtype, made.rope, made.weights)))
-    if other := next((rank for rank, text in enumerate(found) if text != found[0]), None):
-        raise UsageError(f"rank {other} loads another model, or with other options, than rank 0; give all the same")
-    return made
+def facts_of(made: Setup) -> Facts:
+    """Return all that can change a token: the facts of context files, and what those need not record.
+
+    Reads only the samples of the checkpoint's fingerprint, 12 KiB of each tensor, from the whole model's files.
+    """
+    facts, found = made.identity.facts, Facts()
+    for name, value in sorted(facts.items(), key=lambda fact: fact[0] == "knobs"):  # these follow from the others
+        for knob, own in value.items() if name in ("knobs", "rope") else [("", value)]:
+            found[f"{name} {knob}".rstrip()] = own.get("digest") if isinstance(own, dict) else own
+    attention, ends = made.driver.attention.name, sorted(made.eos_ids)
+    return found | {"block": made.block, "attention": attention, "device": made.device.type, "eos_ids": ends}
 
 
 def division_of(

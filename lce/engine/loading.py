@@ -56,7 +56,7 @@ def load(given: Loading) -> Engine:
     from lce.engine import dividing  # who has no ranks never loads it
 
     ranks = dividing.ranks_of(given.ranks)
-    return Engine(dividing.checked(ranks.together(partial(_loaded, given, ranks)), ranks))
+    return Engine(ranks.together(partial(_loaded, given, ranks), dividing.facts_of))
 
 
 def _again(given: Loading, method: str | Method, sharing: Setup) -> Setup:

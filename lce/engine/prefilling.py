@@ -12,7 +12,7 @@ from lce.engine.context import Context, appended, context_of
 from lce.engine.options import Counted, Record, option
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefill_job import PrefillJob
-from lce.engine.running import append, blocks, prompt_ids, read
+from lce.engine.running import agreed_ids, append, blocks, prompt_ids, read
 from lce.engine.saving import Target
 from lce.engine.setup import Setup
 from lce.engine.stream import Stats
@@ -27,7 +27,7 @@ def prefill(
 ) -> Context:
     """Append a document to `context`, or to a new context: see `Engine.prefill`."""
     announced = 0 if length is None else count(length, "length", least=0)
-    ids = prompt_ids(setup, document, context)
+    ids = agreed_ids(setup, document, context, length=announced)
 
     def work(held: Context) -> Context:
         held.token_ids.extend(ids)

@@ -12,11 +12,13 @@ from lce.engine.answer import Answer, Options, generation_options
 from lce.engine.arguments import ids_of
 from lce.engine.context import Context, ContextMark, new_context, own_context, reserve
 from lce.engine.lanes import Lane, forward
+from lce.engine.saving import text_hash
 from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Generation, Piece, Stream
 from lce.errors import UsageError
 from lce.methods.run import Driver
 from lce.models.products import Slices
+from lce.models.ranks import Facts
 from lce.progress import Progress, reported
 from lce.system import uses_threads
 from lce.tokenizer.tokenizer import NoTokenizer
@@ -35,9 +37,6 @@ def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
     options.sampling.check(setup.config.vocab_size)
     if options.sampling.stop and isinstance(setup.tokenizer, NoTokenizer):
         raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
-    if setup.ranks.count > 1 and options.sampling.seed is None and not options.sampling.greedy:
-        seed = setup.ranks.exchange(secrets.randbits(62))[0]  # ranks with one seed draw the same tokens
-        options = replace(options, sampling=replace(options.sampling, seed=seed))
     return options
 
 
@@ -53,9 +52,23 @@ def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> 
     return ids
 
 
+def agreed_ids(setup: Setup, prompt: object, context: Context | None = None, **how: Any) -> list[int]:
+    """Return `prompt_ids`. Ranks raise an error, all of them, unless all have this prompt, context and arguments."""
+
+    def facts_of(ids: list[int]) -> Facts:
+        held = None if context is None else (len(context), context.cache.length)
+        return {"prompt": f"{len(ids)} tokens of SHA-256 {text_hash(ids)[:16]}", "context": held, **how}
+
+    return setup.ranks.together(lambda: prompt_ids(setup, prompt, context), facts_of)
+
+
 def stream(setup: Setup, prompt: object, options: Options, flag: CancelFlag, rest: Rest = "answer") -> Stream:
     """Return a stream of the answer to a prompt; `rest` stays in the context if the generation fails."""
-    ids = prompt_ids(setup, prompt, options.context)
+    how = {name: value for name, value in vars(options.sampling).items() if not callable(value)}
+    ids = agreed_ids(setup, prompt, options.context, max_tokens=options.max_tokens, **how)
+    if setup.ranks.count > 1 and options.sampling.seed is None and not options.sampling.greedy:
+        seed = setup.ranks.exchange(secrets.randbits(62))[0]  # ranks with one seed draw the same tokens
+        options = replace(options, sampling=replace(options.sampling, seed=seed))
     result = Generation(logprobs=None if options.logprobs is None else [])
     result.warning = setup.warn(len(ids) + len(options.context or ()))
     return Stream(_pieces(setup, ids, options, result, flag, rest), result, flag)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lce.engine.arguments import Prompt
 from lce.engine.context import Context, appended, new_context
 from lce.engine.lanes import check_logits
-from lce.engine.running import append, blocks, prompt_ids, read
+from lce.engine.running import agreed_ids, append, blocks, read
 from lce.engine.setup import Setup
 from lce.errors import UsageError
 from lce.progress import Progress, reported
@@ -37,7 +37,7 @@ class TokenScores:
 @torch.inference_mode()
 def logits(setup: Setup, token_ids: Prompt) -> Tensor:
     """Return the logits after each token of a text: see `Engine.logits`."""
-    ids = prompt_ids(setup, token_ids)
+    ids = agreed_ids(setup, token_ids)
     setup.warn(len(ids))
     context, found = new_context(setup, len(ids)), []
     for part in blocks(ids, setup.block):
@@ -51,7 +51,7 @@ def score(
     setup: Setup, token_ids: Prompt, context: Context | None, first: int | None, progress: Progress | bool | None
 ) -> TokenScores:
     """Return the log-probability of each token of a text: see `Engine.score`."""
-    ids, before = prompt_ids(setup, token_ids, context), 0 if context is None else len(context)
+    ids, before = agreed_ids(setup, token_ids, context, first=first), 0 if context is None else len(context)
     least = 0 if before else 1
     first = least if first is None else count(first, "first", least)
     if first > len(ids):

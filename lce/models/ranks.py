@@ -4,21 +4,23 @@ A rank has whole KV heads with their query heads, some hidden units of each MLP,
 the head. The products of `o` and `down` are then sums over ranks: `SummedMatrix` in `lce.models.products` adds them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lce.errors import LceError, RankError, UsageError
+from lce.errors import LceError, RankError, UsageError, shown
 from lce.models.config import ModelConfig
 from lce.weights.packed import ROW_BLOCK
 
 LIMIT_S = 600  # the seconds that a rank waits for the others
 Span = tuple[int, int]  # the first row or column of a run, and the one after the last
 T = TypeVar("T")
+Facts = dict[str, Any]  # what ranks must have in common, by names for messages
 
 
 @dataclass(frozen=True)
@@ -47,24 +49,33 @@ class Ranks:
             self._wait(lambda: torch.distributed.all_gather_object(found, value, group=self.group))
         return found
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Return `work()`, which must not wait for other ranks. If it fails on one rank, all ranks raise an error."""
+    def together(self, work: Callable[[], T], facts_of: Callable[[T], Facts] = lambda found: {}) -> T:
+        """Return `work()`, which must not wait for other ranks. If it fails on one rank, all ranks raise an error.
+
+        All ranks also raise `UsageError` if `facts_of(work())` differs between ranks. This is one small exchange.
+        """
+        if self.count == 1:
+            return work()
         error: Exception | None = None
+        facts: Facts = {}
         try:
             found = work()
+            facts = facts_of(found)
         except Exception as own:
             error = own
         failed = None if error is None else (str(error), getattr(error, "exit_code", LceError.exit_code))
         try:
-            failures = self.exchange(failed)
+            ends = self.exchange((failed, facts))
             if error is not None:
                 error.told = True  # type: ignore[attr-defined]  # rank 0 knows it, and commands print it there alone
                 raise error
         finally:
             del error  # its traceback refers to this frame: `del` breaks the cycle
-        for rank, failure in enumerate(failures):
+        for rank, (failure, _) in enumerate(ends):
             if failure is not None:
                 raise RankError(f"rank {rank}: {failure[0]}", failure[1])
+        if differing := "; ".join(islice(_differences([each for _, each in ends]), 3)):
+            raise UsageError(f"{differing}; expected the same on all ranks: give each rank the same")
         return found
 
     def span(self, total: int, unit: int = 1) -> Span:
@@ -78,6 +89,16 @@ class Ranks:
             collective()
         except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
             raise RankError("another rank has ended or does not answer; what it said first tells why") from error
+
+
+def _differences(facts: Sequence[Facts]) -> Iterator[str]:
+    """Yield a text for each fact that is another on rank 0 than on other ranks: the values, and these ranks."""
+    for name in {name: None for each in facts for name in each}:
+        texts = [repr(each.get(name)) for each in facts]
+        ranks = [rank for rank, text in enumerate(texts) if text != texts[0]]
+        if ranks:
+            own, other = (shown(facts[rank].get(name), 60) for rank in (0, ranks[0]))
+            yield f"{name} is {own} on rank 0 and {other} on rank {', '.join(map(str, ranks))}"
 
 
 ALONE = Ranks()

@@ -127,7 +127,7 @@ def test_two_ranks_are_as_one(tmp_path: Path, tiny_model: Path) -> None:
         "UsageError: longheads cannot be divided among 2 ranks: all heads make one choice",
         "UsageError: pages cannot be divided among 2 ranks: random choices",
         "UsageError: 2 ranks; expected 1 or fewer: the model has 1 key/value heads",
-        "UsageError: rank 1 loads another model, or with other options, than rank 0",
+        "UsageError: block is 8 on rank 0 and 16 on rank 1; expected the same on all ranks",
         "ModelError: ",
         "UsageError: a list of prompts is for a model on one rank",
         "UsageError: a batch is for a model on one rank",
@@ -173,7 +173,7 @@ def test_three_ranks_are_as_one(tmp_path: Path) -> None:
     asked = [Asked(folder) for folder in folders.values()]
     asked += [Asked(llama, name, knobs) for name, knobs in METHODS]
     asked.append(Asked(llama, options={"kv_device_budget": 70_000, "spill_dir": tmp_path / "spill"}))
-    asked.append(Asked(llama, options={"kv_dtype": "int8"}))
+    asked += [Asked(llama, options={"kv_dtype": kv_dtype}) for kv_dtype in ("int8", "int8-device")]
     asked.append(Asked(llama, options={"prefill_method": "full"}))
     rounded = Asked(llama, "full", {}, {"dtype": "bfloat16"})
     found = on_ranks(3, tmp_path, all_said, [*asked, rounded], tmp_path, limit_s=300)
@@ -260,6 +260,79 @@ def test_chats_scores_and_evictions_are_those_of_one_rank(tmp_path: Path) -> Non
     model = save_chat(_made(tmp_path / "chatty"), template)
     found = on_ranks(2, tmp_path, in_other_ways, model, tmp_path)
     assert found == [in_other_ways(None, model, tmp_path)] * 2
+
+
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("model", {"model": "other"}),
+    ("kv_dtype", {"kv_dtype": "int8-device"}),
+    ("dtype", {"dtype": "bfloat16"}),
+    ("window", {"window": 32}),
+    ("method", {"method": "dca"}),
+    ("rope kind", {"rope": "ntk", "rope_factor": 2}),
+    ("attention", {"attention": "reference"}),
+]
+
+
+def apart(group: Any, folder: Path) -> list[str]:
+    """What ranks say that load, and then ask, what the second alone was given. In the end they agree."""
+    second = group.rank() == 1
+
+    def load(**own: Any) -> lce.Engine:
+        given = {"model": "one", "method": "longheads"} | (own if second else {})
+        return lce.load(folder / given.pop("model"), given.pop("method"), ranks=group, block=32, **given)
+
+    found = [told(lambda own=own: load(**own)) for _, own in MODELS]
+    engine = load(kv_dtype="auto")
+    ids, other = (IDS[:-1], [*IDS[:-1], IDS[-1] ^ 1]) if second else (IDS, IDS)
+    found += [
+        told(call)
+        for call in (
+            lambda: engine.generate(ids, max_tokens=2),
+            lambda: engine.prefill(other),
+            lambda: engine.logits(other),
+            lambda: engine.score(ids),
+            lambda: engine.stream([] if second else ids),
+            lambda: engine.generate(IDS, max_tokens=2 + second),
+            lambda: engine.generate(IDS, max_tokens=2, temperature=1.0 * second),
+            lambda: engine.generate(IDS, max_tokens=2, temperature=1.0, seed=int(second)),
+            lambda: engine.new_context(20 + second),
+        )
+    ]
+    packed = lce.load(folder / "one", ranks=group, block=32, kv_dtype="int8-device")
+    context = packed.prefill(IDS)
+    context.save(folder / "packed.lce")
+    answers = [
+        packed.generate(QUESTION, context=x, max_tokens=6).token_ids
+        for x in (context, packed.open_context(folder / "packed.lce"))
+    ]
+    return [*found, str(answers)]
+
+
+def test_ranks_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Other weights of one shape would answer garbage; other prompts would end in an error of gloo."""
+    for seed, name in enumerate(("one", "other")):
+        save_tiny(_made(tmp_path / name), seed)
+    first, second = on_ranks(2, tmp_path, apart, tmp_path)
+    expected = [f"UsageError: {name} is " for name, _ in MODELS]
+    expected += ["UsageError: prompt is '150 tokens of SHA-256 ", *["UsageError: prompt is "] * 3]
+    expected += ["RankError: rank 1: the prompt is empty", "UsageError: max_tokens is 2 on rank 0 and 3 on rank 1; "]
+    expected += [
+        "UsageError: temperature is 0.0 on rank 0 and 1.0 on",
+        "UsageError: seed is 0 on",
+        "UsageError: length is 20",
+    ]
+    for one, words in zip(first[:-1], expected, strict=True):
+        assert one.startswith(words), one
+        assert one.startswith("Rank") or (" on rank 0 and " in one and " on rank 1; " in one)
+    empty = expected.index("RankError: rank 1: the prompt is empty")
+    assert second[empty].startswith("UsageError: the prompt is empty")
+    assert first[:empty] + first[empty + 1 :] == second[:empty] + second[empty + 1 :]
+    packed = lce.load(tmp_path / "one", block=32, kv_dtype="int8-device")
+    one = [
+        packed.generate(QUESTION, context=x, max_tokens=6).token_ids
+        for x in (packed.prefill(IDS), packed.open_context(tmp_path / "packed.lce"))
+    ]
+    assert first[-1] == str(one)
 
 
 def lost(group: Any, folder: Path, ends: bool) -> str:
