@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 import lce
+from lce.engine.dividing import facts_of
+from lce.engine.options import LoadOptions, options_of
 from lce.errors import LceError, RankError, UsageError
 from lce.models.layers import families, read_config
 from lce.models.ranks import Division, Ranks
@@ -333,6 +335,38 @@ def test_ranks_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
         for x in (packed.prefill(IDS), packed.open_context(tmp_path / "packed.lce"))
     ]
     assert first[-1] == str(one)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "dtype": {"dtype": "bfloat16"},
+    "weights": {"weights": "int8"},
+    "block": {"block": 16},
+    "window": {"window": 32},
+    "rope": {"rope": "ntk", "rope_factor": 4},
+    "rope_factor": {"rope": "ntk", "rope_factor": 8},
+    "kv_dtype": {"kv_dtype": "int8"},
+    "prefill_method": {"prefill_method": "full"},
+    "attention": {"attention": "reference"},
+}
+OWN = {
+    "kv_device_budget",
+    "kv_host_budget",
+    "spill_dir",
+    "threads",
+    "length",
+    "ranks",
+    "device",
+}  # each rank has its own
+
+
+def test_ranks_compare_every_option_that_can_change_a_token(tiny_model: Path) -> None:
+    """An option of `lce.load` is compared, or cannot change a token of a given method and kind of device."""
+    assert CHANGES.keys() | OWN == options_of(LoadOptions).keys()
+    plain = lce.load(tiny_model, "longheads").setup
+    found = [facts_of(lce.load(tiny_model, "longheads", **each).setup) for each in CHANGES.values()]
+    distinct = {repr(facts) for facts in (facts_of(plain), *found)}
+    assert len(distinct) == 1 + len(CHANGES)
+    assert facts_of(replace(plain, eos_ids=frozenset({9}))) != facts_of(plain)
 
 
 def lost(group: Any, folder: Path, ends: bool) -> str:
