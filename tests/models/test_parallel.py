@@ -303,6 +303,8 @@ def apart(group: Any, folder: Path) -> list[str]:
     packed = lce.load(folder / "one", ranks=group, block=32, kv_dtype="int8-device")
     context = packed.prefill(IDS)
     context.save(folder / "packed.lce")
+    context.fork().save(folder / "again.lce")
+    found.append(told(lambda: packed.open_context(folder / ("again.lce" if second else "packed.lce"))))
     answers = [
         packed.generate(QUESTION, context=x, max_tokens=6).token_ids
         for x in (context, packed.open_context(folder / "packed.lce"))
@@ -322,6 +324,7 @@ def test_ranks_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
         "UsageError: temperature is 0.0 on rank 0 and 1.0 on",
         "UsageError: seed is 0 on",
         "UsageError: length is 20",
+        "UsageError: file is ['",
     ]
     for one, words in zip(first[:-1], expected, strict=True):
         assert one.startswith(words), one
