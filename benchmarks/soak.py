@@ -6,7 +6,9 @@ Each client asks, one after the other, questions that no other asks: texts of 20
 samplings, seeds and methods of their own. One request of eight is broken off while it is answered, one of eight is
 wrong in some way, and one of eight goes on where an earlier one ended. Afterwards an engine in this process answers the
 questions alone, as many as `--check` minutes allow, and the answers must be equal. Prints the server's memory and open
-files over time, and exits with 1 after a wrong answer, a status of 500 or more, or a request that did not end.
+files over time, and exits with 1 after a wrong answer, a status of 500 or more, or a request that did not end. It also
+does if memory grows although `--cache-memory` is full: if the median of the last third of the time is more than a tenth
+above that of the middle third.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import collections
 import http.client
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,7 @@ from serving import known_ids, running
 import lce
 from lce_lab.bench import machine
 
+FULL, GROWTH = 0.5, 1.1  # the share that counts as full; the factor by which memory may grow in the last third
 METHODS: list[tuple[str | None, dict[str, Any]]] = [
     (None, {}), ("longheads", {"chunk_size": 64, "chunks": 16}), ("dca", {}), ("self_extend", {}),
 ]  # fmt: skip
@@ -80,17 +84,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--check", type=float, default=10, help="minutes of asking again")
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--cache-memory", default="512MiB", help="the memory for kept contexts")
     args = parser.parse_args()
     known, ends = known_ids(args.model, 200_000)
     print(f"{machine()}; {args.model}, {args.clients} clients, {args.minutes:g} minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", "from lce.cli import main; main()", "serve", "-m", args.model]
-        with running([*command, "--cache-dir", folder, "--cache-budget", "2GiB"]) as port:
+        with running(
+            [*command, "--cache-dir", folder, "--cache-budget", "2GiB", "--cache-memory", args.cache_memory]
+        ) as port:
             soak = Soak(port, known, ends, time.monotonic() + 60 * args.minutes)
             threads = [threading.Thread(target=client, args=(soak, i), daemon=True) for i in range(args.clients)]
             for thread in threads:
                 thread.start()
-            watch(soak, Path(folder), args.minutes)
+            grows = watch(soak, Path(folder), args.minutes)
             for thread in threads:
                 thread.join(300)
             hanging = sum(thread.is_alive() for thread in threads)
@@ -99,7 +106,7 @@ def main() -> None:
     print(f"{n_checked} of {len(soak.asked)} answers were compared with the same question alone: {n_wrong} differ")
     for line in soak.wrong[:10]:
         print(line)
-    sys.exit(bool(n_wrong or hanging or soak.wrong))
+    sys.exit(bool(n_wrong or hanging or soak.wrong or grows))
 
 
 def client(soak: Soak, number: int) -> None:
@@ -178,21 +185,43 @@ def post_stream(port: int, raw: bytes) -> tuple[int, str]:
         connection.close()
 
 
-def watch(soak: Soak, folder: Path, minutes: float) -> None:
-    """Print the server's memory, open files and kept contexts from time to time."""
+def watch(soak: Soak, folder: Path, minutes: float) -> bool:
+    """Print the server's memory, open files and kept contexts from time to time. Return whether memory grows."""
     found = subprocess.run(["pgrep", "-f", f"serve.*--port {soak.port}"], capture_output=True, text=True).stdout.split()
     process = Path("/proc") / found[0]
-    began = time.monotonic()
+    began, sizes, shares = time.monotonic(), list[int](), list[float]()
     while time.monotonic() < soak.until:
         time.sleep(max(0.0, min(60 * minutes / 15, soak.until - time.monotonic())))
         memory = next(int(x.split()[1]) for x in (process / "status").read_text().splitlines() if x.startswith("VmRSS"))
         n_files, kept = len(list((process / "fd").iterdir())), list(folder.rglob("*"))
         size = sum(path.stat().st_size for path in kept if path.is_file() and path.exists())
+        sizes.append(memory)
+        shares.append(share_of_cache(soak.port))
         print(
             f"{(time.monotonic() - began) / 60:5.1f} min: {memory >> 10:,} MiB, {n_files} open files, {len(kept)} kept "
-            f"files of {size >> 20:,} MiB, {len(soak.asked)} answers",
+            f"files of {size >> 20:,} MiB, {len(soak.asked)} answers, "
+            f"{shares[-1]:.0%} of the memory for kept contexts",
             flush=True,
         )
+    third = len(sizes) // 3
+    if not third or min(shares[third:]) < FULL:
+        print("whether memory grows is not known, because the memory for kept contexts was not full")
+        return False
+    middle, last = statistics.median(sizes[third:-third]), statistics.median(sizes[-third:])
+    print(f"memory {'grows' if last > GROWTH * middle else 'is level'}: {last / middle - 1:+.1%} in the last third")
+    return last > GROWTH * middle
+
+
+def share_of_cache(port: int) -> float:
+    """Return the share of the memory for kept contexts that is taken."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    finally:
+        connection.close()
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("lce:kept_bytes"))
+    return float(found["lce:kept_bytes"]) / float(found["lce:kept_bytes_limit"])
 
 
 def check(model: str, soak: Soak, seconds: float) -> tuple[int, int]:

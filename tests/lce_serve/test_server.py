@@ -119,11 +119,13 @@ def test_what_ends_the_command_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.timeout(7200)
 def test_no_answer_is_lost_or_another_ones(chat_model: Path) -> None:
     """Many clients for a while, each answer beside its own, asked alone. `LCE_SOAK_MINUTES=30` makes it long."""
-    minutes = float(os.environ.get("LCE_SOAK_MINUTES", "0.2"))
-    command = [sys.executable, SOAK, "-m", chat_model, "--minutes", str(minutes), "--check", str(minutes)]
+    minutes = float(os.environ.get("LCE_SOAK_MINUTES", "2"))
+    command = [sys.executable, SOAK, "-m", chat_model, "--minutes", str(minutes), "--check", str(minutes / 8)]
+    command += ["--cache-memory", os.environ.get("LCE_SOAK_MEMORY", "16MiB")]
     with Process(command) as process:
         out, err = process.communicate(timeout=120 * minutes + 900)
     assert process.returncode == 0, out + err
     assert "0 requests did not end; 0 answers of 500 or more" in out
+    assert "memory is level" in out
     n_checked = int(out.partition(" answers were compared")[0].splitlines()[-1].split()[0])
     assert n_checked >= 10
