@@ -152,7 +152,7 @@ def lm_infinite(text: Text, sinks: int = 10, local: int | None = None, top_k: in
         logits = dot(text.seen_at(h, local)[:, None], as_complex(text.keys(h))[None])
         for row in range(text.n):
             middle = range(sinks, row - local + 1)
-            best = sorted(middle, key=logits[row].tolist().__getitem__, reverse=True)[:top_k]
+            best = best_first(middle, logits[row].tolist())[:top_k]
             mask[h, row, best] = True
     return Tables(mask, text.everyone((i - j).clamp(max=local)))
 
@@ -239,6 +239,11 @@ def always(own: int, keep_first: bool, keep_last: bool) -> list[int]:
     return sorted({c for c, kept in ((0, keep_first), (own - 1, keep_last)) if kept and 0 <= c < own})
 
 
+def best_first(ids: Sequence[int], scores: Sequence[float] | Mapping[int, float]) -> list[int]:
+    """Return ids by falling scores; of ids with equal scores, but for the rounding of sums, the later one first."""
+    return sorted(ids, key=lambda i: (-round(scores[i], 9), -i))
+
+
 def reaching(top_p: float | None, fixed: list[int], free: list[int], weights: Mapping[int, float]) -> list[int]:
     """Return the fixed choices and the fewest free ones, best first, that bring the weights' share to `top_p`.
 
@@ -256,7 +261,7 @@ def choice(
     order: Sequence[float], fixed: list[int], most: int, top_p: float | None, weights: Sequence[float]
 ) -> list[int]:
     """Return the fixed chunks and the best others by `order`, at most `most`, cut to a share of the weights."""
-    free = sorted((c for c in range(len(order)) if c not in fixed), key=lambda c: -order[c])
+    free = best_first([c for c in range(len(order)) if c not in fixed], order)
     return sorted(reaching(top_p, fixed, free[: max(0, most - len(fixed))], dict(enumerate(weights))))
 
 
@@ -576,7 +581,7 @@ def page_scores(
                 one = ((dot(average, keys) / root).softmax(-1)[:, None] * keys).sum(0)
             elif select == "representatives":
                 received = inner.sum(0).tolist()
-                one = keys[sorted(range(page), key=received.__getitem__, reverse=True)[:repr_tokens]].sum(0)
+                one = keys[best_first(range(page), received)[:repr_tokens]].sum(0)
             else:
                 one = keys.mean(0)
             found[h, :, c] = dot(asking, one)
@@ -631,7 +636,7 @@ def infllm(
         attended[h] = logits.masked_fill(~mask, -math.inf).softmax(-1).sum(0)
 
     def representatives(h: int, first: int) -> Tensor:
-        best = sorted(range(first, first + block_size), key=attended[h].tolist().__getitem__, reverse=True)
+        best = best_first(range(first, first + block_size), attended[h].tolist())
         return k_plain[h // rep, best[:repr_tokens]]
 
     represented: dict[int, Tensor] = {}  # by a block's first token: [H, R, D/2]
@@ -646,7 +651,7 @@ def infllm(
                 if first not in represented:
                     represented[first] = torch.stack([representatives(h, first) for h in range(n_heads)])
             relevance = {first: float(dot(asked[:, None], represented[first]).sum()) for first in firsts}
-            memory = sorted(firsts, key=lambda first: -relevance[first])[:top_k]
+            memory = best_first(firsts, relevance)[:top_k]
             n_products = n_heads * min(repr_tokens, block_size) * math.sqrt(text.dim)
             weights = {first: math.exp(relevance[first] / n_products) for first in firsts}
             memory = reaching(top_p, [], memory, weights)
@@ -702,7 +707,7 @@ def esa(
                 f = found.sum(0) if heads == "sum" else found.amax(0)
             score = (f - f.max(dim=1, keepdim=True).values).max(dim=0).values.tolist()
             wide = [max(score[max(0, m - eps) : m + eps + 1]) for m in range(len(score))]
-            best = sorted(range(len(wide)), key=lambda m: (-wide[m], m))[:top_k]
+            best = best_first(range(len(wide)), wide)[:top_k]
             weights = dict(
                 enumerate(math.exp(x / (n_heads if heads == "sum" else 1) / math.sqrt(text.dim)) for x in score)
             )
@@ -772,7 +777,7 @@ def xattention(text: Text, stride: int = 8, block_size: int | None = None, top_p
                 for row in range(b * size // stride, (b + 1) * size // stride):
                     for column, share in enumerate(logits[row, : row + 1].softmax(0).tolist()):
                         weights[column * stride // size] += share
-                others = sorted(range(1, b), key=weights.__getitem__, reverse=True)
+                others = best_first(range(1, b), weights)
                 chosen = reaching(None if top_p == 1 else top_p, sorted({0, b}), others, weights)
                 for c in set(range(b)) - set(chosen):
                     mask[h, b * size : (b + 1) * size, c * size : (c + 1) * size] = False

@@ -21,6 +21,7 @@ from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
 
 SCORES_AT_ONCE = 1 << 24  # the largest number of scores to compute at a time: 64 MiB in float32
 IN_CACHES = 1 << 22  # the number of scores that CPU kernels compute at a time, so that scores stay in the caches
+PACKED_AT_ONCE = 8192  # the number of keys or summaries that a CPU kernel packs at a time, which bounds memory
 FEW_OF_MANY = 8  # GPUs iterate instead of calling `eigh` if dimensions / wanted directions is at least this
 
 
@@ -30,11 +31,27 @@ def scores_at_once(x: Tensor) -> int:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply `a [heads, T, D]` by `b [heads, D, M]`, on CUDA to float32: half-precision scores overflow or tie."""
+    """Multiply `a [heads, T, D]` by `b [heads, D, M]`, to float32 if possible: half-precision scores overflow or tie.
+
+    On CPUs the order of a sum depends on D alone, so equal keys have equal scores, whatever the sizes of the matrices.
+    """
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
+    if compiled_for(b) and a.dtype is b.dtype and a.shape[2] % 2 == 0 and a.numel() and b.numel():
+        if a.shape[1] <= MOST_ROWS and b.mT[0].is_contiguous():
+            return scores_of_few(a, b.mT)
+        parts = [_in_one_order(a.contiguous(), some.contiguous()) for some in b.mT.split(PACKED_AT_ONCE, dim=1)]
+        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
     dtype = score_dtype(a)
     return a.to(dtype) @ b.to(dtype)
+
+
+def _in_one_order(a: Tensor, b: Tensor) -> Tensor:
+    """Return the float32 products `[heads, T, M]` of `a [heads, T, D]` with `b [heads, M, D]` by the CPU's kernel."""
+    out = torch.empty(*a.shape[:2], -(-b.shape[1] // LANES) * LANES)
+    for rows, columns, into in zip(a, b, out, strict=True):
+        scores_of_many(columns, rows, into.view(-1))
+    return out[..., : b.shape[1]]
 
 
 def score_dtype(x: Tensor) -> torch.dtype:
@@ -57,8 +74,8 @@ def affine(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
 def dot_products(q: Tensor, vectors: Tensor, together: int = 1) -> Tensor:
     """Return the products `[H / n, T, M]` of `q [H, T, D]` with `vectors [S, M, D]`.
 
-    H / S neighbouring heads share vectors, and products are summed over n = `together` neighbouring heads. The products
-    are float32 on CUDA, and for few queries, whose kernel reads each vector once; else in the dtype of `score_dtype`.
+    H / S neighbouring heads share vectors, and products are summed over n = `together` neighbouring heads. The dtype is
+    that of `products`. For few queries a kernel reads each vector once.
     """
     few = _scores_of_few(q, vectors, together)
     return _shared_products(q, vectors, together) if few is None else few
@@ -81,21 +98,30 @@ def _scores_of_few(q: Tensor, keys: Tensor, together: int) -> Tensor | None:
         return None
     if compiled_for(keys) and q.dtype in (keys.dtype, torch.float32):
         within = together if len(q) // len(keys) % together == 0 else 1  # heads that share a row of keys
-        return _summed(scores_of_few(q, keys, within), together // within)
+        return sum_heads(scores_of_few(q, keys, within), together // within)
     if gpu.launching.runs_on(keys):
-        return _summed(gpu.choices.scores_of_few(q, keys), together)
+        return sum_heads(gpu.choices.scores_of_few(q, keys), together)
     return None
 
 
 def _shared_products(q: Tensor, vectors: Tensor, together: int) -> Tensor:
     """Return what `dot_products` returns, by a product of matrices."""
     shared = q.reshape(len(vectors), -1, q.shape[-1])  # queries that share a KV head's vectors follow each other
-    return _summed(products(shared, vectors.mT).view(*q.shape[:2], -1), together)
+    return sum_heads(products(shared, vectors.mT).view(*q.shape[:2], -1), together)
 
 
-def _summed(scores: Tensor, together: int) -> Tensor:
-    """Sum the scores `[H, T, M]` of n = `together` neighbouring heads, in float32: `[H / n, T, M]`."""
-    return scores if together == 1 else scores.float().unflatten(0, (-1, together)).sum(1)
+def sum_heads(scores: Tensor, together: int) -> Tensor:
+    """Sum the scores `[H, T, M]` of n = `together` neighbouring heads, in float32: `[H / n, T, M]`.
+
+    Heads are added one by one, because the order of the sums of PyTorch's `sum` depends on the place in a row.
+    """
+    if together == 1:
+        return scores
+    first, *others = scores.float().unflatten(0, (-1, together)).unbind(1)
+    total = first.clone()
+    for some in others:
+        total += some
+    return total
 
 
 def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
@@ -143,7 +169,7 @@ def attention_sums(q: Tensor, k: Tensor, lse: Tensor, window: int) -> Tensor:
         some = slice(start, start + rows)
         here, part = grouped[:, :, some].flatten(1, 2), lse[:, some]
         if unseen is None:
-            logits = dot_products(here, k).view(n_heads, -1, n_keys)
+            logits = dot_products(here, k).reshape(n_heads, -1, n_keys).contiguous()
             add_weights(logits, part.contiguous(), 1.0, total, n_keys - n_queries + start, window)
         else:
             logits = products(here, k.mT).float().view(n_heads, -1, n_keys)
@@ -185,20 +211,36 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
     own = ((start + torch.arange(scores.shape[1], device=scores.device)) // size)[:, None]
     unseen = torch.arange(scores.shape[-1], device=scores.device) >= own
     scores = scores.float().masked_fill(forced, torch.inf).masked_fill_(unseen, -torch.inf)
-    best = scores.topk(min(n, scores.shape[-1]), dim=-1, sorted=False)
-    none = torch.iinfo(torch.int64).max
-    chosen = best.indices.masked_fill(best.values == -torch.inf, none).sort(dim=-1).values
+    best, none = best_first(scores, min(n, scores.shape[-1])), torch.iinfo(torch.int64).max
+    chosen = best.masked_fill(scores.gather(-1, best) == -torch.inf, none).sort(dim=-1).values
     return chosen.masked_fill(chosen == none, -1)
 
 
-def first_best(scores: Tensor, n: int, eps: int = 0) -> Tensor:
-    """Return indices `[n]`, ascending, of the largest scores `[M]` after `spread`; among equal scores the first."""
+def best_first(scores: Tensor, n: int) -> Tensor:
+    """Return the indices of the n largest of `scores [..., M]`, best first; of equal scores, the later one first.
+
+    NaN counts as inf. `topk` orders equal numbers in no stated way, so rows with equal numbers are chosen again.
+    """
+    if not scores.is_cpu or n >= scores.shape[-1]:
+        return _later_first(scores, n)
+    values, best = scores.topk(n + 1, dim=-1)
+    best, tied = best[..., :n], ~(values[..., 1:] < values[..., :-1]).all(-1)  # NaN is less than nothing
+    best[tied] = _later_first(scores[tied], n)
+    return best
+
+
+def _later_first(scores: Tensor, n: int) -> Tensor:
+    """Return what `best_first` returns, by integers that have a score in the upper bits and its index in the lower."""
+    bits = scores.float().nan_to_num(torch.inf, torch.inf, -torch.inf).view(torch.int32).long()
+    ordered = bits ^ ((bits >> 31) & 0x7FFF_FFFF)  # in the order of the scores
+    return ((ordered << 32) | torch.arange(scores.shape[-1], device=scores.device)).topk(n, dim=-1).indices
+
+
+def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
+    """Return indices `[n]`, ascending, of the largest scores `[M]` after `spread`; among equal scores the last."""
     if compiled_for(scores):
         return choices.best_tokens(scores.float().contiguous(), n, eps)
-    scores = spread(scores, eps)
-    least = scores.topk(n).values[-1]
-    above, equal = scores > least, scores == least
-    return torch.nonzero_static(above | (equal & (equal.cumsum(0) <= n - above.sum())), size=n).squeeze(1)
+    return best_first(spread(scores, eps), n).sort().values
 
 
 def best_runs(q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **how: Any) -> tuple[Tensor, Tensor] | None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lce.attention import SCORES_AT_ONCE, rotate
+from lce.attention import SCORES_AT_ONCE, best_first, rotate
 from lce.cache.kv import Eviction, KVCache
 from lce.engine.context import Context, context_of, given_context, reserve
 from lce.engine.options import Checked
@@ -150,7 +150,7 @@ def attention_peaks(setup: Setup, context: Context, passes: Sequence[Repetition]
 def best_rows(peaks: Tensor, n_rows: int) -> Tensor:
     """Return the `n_rows` tokens with the largest peaks in each KV head, and the sinks: `[G, N]` to `[G, n_rows]`."""
     peaks = peaks.index_fill(1, torch.arange(min(SINKS, peaks.shape[1]), device=peaks.device), torch.inf)
-    return peaks.topk(n_rows, dim=1).indices.sort(dim=1).values
+    return best_first(peaks, n_rows).sort(dim=1).values
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lce.attention import best_first
 from lce.engine.arguments import Prompt
 from lce.engine.context import new_context
 from lce.engine.running import append, blocks, prompt_ids
@@ -82,10 +83,10 @@ def trace(setup: Setup, token_ids: Prompt, scores: bool = False) -> Trace:
 
 
 def ranks_of(scores: Tensor) -> Tensor:
-    """Return the rank of each of `scores [C, T, M]` along M: 0 for the largest; equal scores rank in their order."""
+    """Return the rank of each of `scores [C, T, M]` along M: 0 for the largest, and first the later of equals."""
     if scores.shape[1] > 1 and scores.stride(1) == 0:  # all queries of the block share one row of scores
         return ranks_of(scores[:, :1].clone()).expand(scores.shape)
-    order = scores.argsort(dim=-1, descending=True, stable=True)
+    order = best_first(scores, scores.shape[-1])
     places = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
     return torch.empty_like(order).scatter_(-1, order, places)
 

@@ -12,6 +12,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from lce.attention import best_first
 from lce.errors import UsageError
 from lce.methods.base import resolved
 from lce.methods.knobs import Knobs, fill_in, knob
@@ -61,7 +62,7 @@ def _ranked(chosen: Tensor, scores: Tensor, forced: Tensor) -> tuple[Tensor, Ten
     taken, index = chosen >= 0, chosen.clamp(min=0)
     stays = forced.expand(len(chosen), -1, -1).gather(-1, index) & taken
     rank = scores.float().gather(-1, index).masked_fill(~taken, -torch.inf).masked_fill(stays, torch.inf)
-    order = rank.argsort(dim=-1, descending=True, stable=True)
+    order = best_first(rank, rank.shape[-1])
     return chosen.gather(-1, order), stays.gather(-1, order)
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, products, scores_size, token_scores
+from lce.attention import Attended, products, scores_size, sum_heads, token_scores
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, Staged, TokenRows
@@ -218,7 +218,7 @@ def scorer(method: ESA, q: Tensor, cache: LayerCache, step: Step) -> tuple[Calla
             if method.heads == "max":
                 by_head = (products(groups[:, :, rows].flatten(1, 2), k.mT) for k in keys)  # [G, H/G·t, n]
                 return torch.cat([x.unflatten(1, (groups.shape[1], -1)).amax(dim=(0, 1)) for x in by_head], dim=1)
-            return torch.cat([products(shared[:, rows], k.mT).sum(dim=0) for k in keys], dim=1)
+            return torch.cat([sum_heads(products(shared[:, rows], k.mT), len(shared))[0] for k in keys], dim=1)
 
         return exact, (stop - first) * (len(q) if method.heads == "max" else len(groups))
     maps = layer_maps(method.learned, cache, q)

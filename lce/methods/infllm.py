@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lce.attention import Attended, attention_sums, dot_products, rotate
+from lce.attention import Attended, attention_sums, best_first, dot_products, rotate, sum_heads
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout, query_bytes
 from lce.cache.method_state import FileTensor, MethodState, RecentRows, Staged, Summaries
@@ -124,7 +124,7 @@ class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES[:-1], HOOKS)):  # n
 
     def relevance(self, q: Tensor, far: Tensor, cache: LayerCache, step: Step) -> Tensor:
         summary = cache.kept(Summaries, BLOCKS).span(0, self.n_candidates(step.start))
-        return dot_products(far.mean(dim=1, keepdim=True), summary).sum(dim=0)[0]
+        return sum_heads(dot_products(far.mean(dim=1, keepdim=True), summary), len(q))[0, 0]
 
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
         n_products = n_heads * min(self.repr_tokens, self.block_size)
@@ -149,7 +149,8 @@ class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES[:-1], HOOKS)):  # n
         complete = self.n_candidates(step.start) - max(0, done - self.sinks) // self.block_size
         if complete:
             n = complete * self.block_size
-            best = votes[:, :n].unflatten(1, (complete, -1)).topk(min(self.repr_tokens, self.block_size)).indices
+            of_blocks = votes[:, :n].unflatten(1, (complete, -1))
+            best = best_first(of_blocks, min(self.repr_tokens, self.block_size))
             keys = cache.span(done, done + n)[0].unflatten(1, (complete, -1))  # [G, m, L, D]
             keys = keys.repeat_interleave(q.shape[0] // keys.shape[0], 0)
             chosen = keys.gather(2, best[..., None].expand(-1, -1, -1, keys.shape[-1]))

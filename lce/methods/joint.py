@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lce.attention import Attended, first_best, rotate, spread
+from lce.attention import Attended, best_first, best_tokens, rotate, spread
 from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
 from lce.methods.base import ATTENTION, LocalMethod, Promise, filled, resolved
@@ -62,9 +62,9 @@ class JointSelection(LocalMethod, ABC, promises=dict.fromkeys(PROMISES, HOOKS)):
         else:
             scores = self.relevance(q, far, cache, step)
             if self.top_p is not None:
-                order = spread(scores.float(), self.eps).argsort(descending=True, stable=True)[:n]
+                order = best_first(spread(scores, self.eps), n)
                 n = enough(self.log_mass(scores, len(q), q.shape[-1]), order, self.top_p)
-            chosen = first_best(scores, n, self.eps)
+            chosen = best_tokens(scores, n, self.eps)
             if step.note_scores:
                 all_scores = pad(scores.float(), (before, 0), value=-torch.inf)
                 step.note_scores(step, cache.index, all_scores.expand(1, q.shape[1], -1))

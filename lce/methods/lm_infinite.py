@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lce.attention import SCORES_AT_ONCE, Attended, join, products, rotate
+from lce.attention import SCORES_AT_ONCE, Attended, best_first, join, products, rotate
 from lce.cache.layer import LayerCache
 from lce.methods.attending import PlacedPart
 from lce.methods.base import ATTENTION, Example, LocalMethod, Promise, filled, knob
@@ -87,9 +87,10 @@ class LMInfinite(LocalMethod, promises=dict.fromkeys(PROMISES, ATTENTION)):
         logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in keys]
         hidden = torch.arange(self.sinks, stop, device=q.device) > last_seen[:, None]
         scores = torch.cat(logits, dim=-1).float().div_(math.sqrt(q.shape[-1])).masked_fill_(hidden, -torch.inf)
-        best = scores.topk(min(self.top_k, stop - self.sinks), dim=-1)
-        lse = best.values.logsumexp(-1)
-        weights = (best.values - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-        values = cache.values((self.sinks + best.indices).view(cache.layout.n_kv_heads, -1))
-        values = values.view(*best.indices.shape, q.shape[-1])  # [H, T, top_k, D]
+        best = best_first(scores, min(self.top_k, stop - self.sinks))
+        logits_of_best = scores.gather(-1, best)
+        lse = logits_of_best.logsumexp(-1)
+        weights = (logits_of_best - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        values = cache.values((self.sinks + best).view(cache.layout.n_kv_heads, -1))
+        values = values.view(*best.shape, q.shape[-1])  # [H, T, top_k, D]
         return (weights[..., None, :].to(values.dtype) @ values).squeeze(-2), lse

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lce.attention import SCORES_AT_ONCE, affine, best_below_top, principal_directions
-from lce.attention import first_best as first_best
+from lce.attention import best_tokens as best_tokens
 from lce.attention import spread as spread
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import Staged

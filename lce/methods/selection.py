@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.attention import Turn, best_chunks, rotate
+from lce.attention import Turn, best_chunks, rotate, sum_heads
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState
@@ -81,7 +81,7 @@ class Selector(Knobs, ABC):
 
     def together(self, scores: Tensor, n_choosers: int) -> Tensor:
         """Return the scores `[C, T, M]` by which C groups of neighbouring heads choose, from `scores [H, T, M]`."""
-        return scores if n_choosers == len(scores) else scores.float().unflatten(0, (n_choosers, -1)).sum(1)
+        return sum_heads(scores, len(scores) // n_choosers)
 
     def log_mass(self, scores: Tensor, n_heads: int, head_dim: int, size: int) -> Tensor:
         """Estimate the logarithms of chunks' attention mass, up to a constant per query, from scores `[C, T, M]`.

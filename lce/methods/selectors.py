@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, stack
 
-from lce.attention import SCORES_AT_ONCE, Turn, bound_scores, dot_products, products, rotate, scores_at_once
+from lce.attention import SCORES_AT_ONCE, Turn, best_first, bound_scores, dot_products, products, rotate, scores_at_once
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import OpenChunk, Summaries
 from lce.errors import UsageError
@@ -214,7 +214,7 @@ class Representatives(SummarySelector, name="representatives"):
         queries = fold_chunks(q, n_kv_heads).reshape(len(keys), -1, dim)  # [G * m, H/G * L, D]
         logits = products(queries / math.sqrt(dim), keys.mT).float().unflatten(1, (-1, size))
         received = logits.softmax(-1).sum(dim=2)  # [G * m, H/G, L]
-        best = received.topk(min(self.repr_tokens, size)).indices
+        best = best_first(received, min(self.repr_tokens, size))
         taken = torch.zeros_like(received).scatter_(-1, best, 1.0).to(keys.dtype)
         return unfold_chunks((taken @ keys).flatten(0, 1), n_kv_heads, n_chunks)
 

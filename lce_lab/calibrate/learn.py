@@ -20,7 +20,7 @@ from lce import Engine, load
 from lce.errors import DataError, UsageError
 from lce.files import check_new, named, path_of
 from lce.methods import ESA, Full, LayerCache, Step, Wrapped, lowdim, rotate
-from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps, first_best
+from lce.methods.lowdim import LearnedFor, LowDimMap, LowDimMaps, best_tokens
 from lce.methods.map_file import save_maps
 from lce_lab.calibrate.work_folder import WorkFolder
 from lce_lab.stages import StageProgress, stages
@@ -249,7 +249,7 @@ class Calibrator:
 
         def best(queries: Tensor, keys: Tensor) -> set[int]:
             scores = lowdim.block_scores(lambda rows: queries[rows] @ keys.T, len(queries), len(keys))
-            return set(first_best(lowdim.spread(scores, ESA.eps), top_k).tolist())
+            return set(best_tokens(lowdim.spread(scores, ESA.eps), top_k).tolist())
 
         blocks = zip(self.exact(q).split(block), maps.low_queries(q).split(block), strict=True)
         low_k = maps.low_keys(k)

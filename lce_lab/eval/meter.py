@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lce.errors import UsageError
 from lce.methods import ESA, Observation, Step, rotate
-from lce.methods.lowdim import first_best
+from lce.methods.lowdim import best_tokens
 from lce_lab.analysis.distances import attended_tokens, observed_always, scored_bytes
 from lce_lab.analysis.mass import Judge, TrueMass
 from lce_lab.eval.record import Attended
@@ -150,7 +150,7 @@ class AttentionMeter:
             return
         far = rotate(seen.q, step.far_turn(method.far, seen.q))
         exact = replace(method, compress="none", maps=None)
-        ours, best = (first_best(each.relevance(seen.q, far, seen.cache, step), n) for each in (method, exact))
+        ours, best = (best_tokens(each.relevance(seen.q, far, seen.cache, step), n) for each in (method, exact))
         tally.found.append(float(torch.isin(ours, best).sum()) / n)
 
 

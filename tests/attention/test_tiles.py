@@ -91,7 +91,10 @@ def test_scores_are_rounded_only_where_the_processor_multiplies_their_dtype_fast
     truth, fast = a.double() @ b.double(), score_dtype(a)
     low_keys = b[0].T.contiguous()  # [130, 128]
     eps = torch.finfo(fast).eps
-    for got, want, stored in ((products(a, b), truth, fast), (token_scores(a[0], low_keys), truth[0], torch.float32)):
+    for got, want, stored in (
+        (products(a, b), truth, torch.float32),
+        (token_scores(a[0], low_keys), truth[0], torch.float32),
+    ):
         assert got.dtype == stored
         torch.testing.assert_close(got.double(), want, rtol=eps, atol=1e-3)
     mapped = affine(low_keys, b[0], a.new_ones(130))

@@ -88,7 +88,7 @@ def test_choices_have_their_scores_and_ranks() -> None:
     observed(observer, 0, 1, [[[0, 1]], [[1, 2]]], [[[0.5, 2.0, 1.0]]])
     observed(observer, 0, 1, [[[1, -1]], [[0, -1]]], [[[3.0, 3.0]]])
     trace = observer.trace((0, 4))
-    assert trace.ranks[0].tolist() == [[[2, 0], [1, -1]], [[0, 1], [0, -1]]]
+    assert trace.ranks[0].tolist() == [[[2, 0], [0, -1]], [[0, 1], [1, -1]]]
     none = float("nan")
     expected = torch.tensor([[[0.5, 2.0], [3.0, none]], [[2.0, 1.0], [3.0, none]]])
     assert torch.equal(trace.scores[0].nan_to_num(7), expected.nan_to_num(7))

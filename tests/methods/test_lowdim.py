@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lce.attention import first_best, spread
+from lce.attention import best_tokens, spread
 from lce.attention.scores import leading
 from lce.errors import UsageError
 from lce.methods.lowdim import LowDimMap, LowDimMaps, principal
@@ -59,10 +59,10 @@ def test_leading_eigenvectors_are_found_by_iteration() -> None:
     assert leading(torch.zeros_like(x), 6).isfinite().all()
 
 
-def test_of_equal_scores_the_first_are_taken() -> None:
+def test_of_equal_scores_the_last_are_taken() -> None:
     scores = torch.tensor([1.0, 5.0, 3.0, 5.0, 3.0, 3.0, 0.0])
-    for n, expected in ((1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (4, [1, 2, 3, 4]), (7, list(range(7)))):
-        assert first_best(scores, n).tolist() == expected
+    for n, expected in ((1, [3]), (2, [1, 3]), (3, [1, 3, 5]), (4, [1, 3, 4, 5]), (7, list(range(7)))):
+        assert best_tokens(scores, n).tolist() == expected
 
 
 def test_neighbours_come_along() -> None:

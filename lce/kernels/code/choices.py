@@ -1,7 +1,7 @@
 """Choices by score: the n best chunks for each query, and the n best tokens for a block of queries.
 
 Scores are compared by sort keys, which the code calls keys: 32-bit integers in the order of the scores, with NaN as the
-largest. Of equal scores, the first are taken, so a choice depends on the scores alone.
+largest. Of equal scores, the last are taken, so a choice depends on the scores alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def best_chunks(first, stop, memory, scores_at, forced_at, chosen_at, n_queries,
             keys[i] = max(keys[i], np.int32(np.int32(-np.int32(forced[i])) ^ np.int32(-0x8000_0000)))
         # Binary search for the n-th largest sort key: at least n sort keys are ≥ `low`, and fewer than n are ≥ `high`.
         low, high = np.int64(_LEAST), np.int64(0x8000_0000)
-        n_low, n_high = np.int64(seen), np.int64(0)
+        n_low = np.int64(seen)
         while n_low > n and high - low > 1:
             middle = np.int32((low + high) >> 1)
             count = np.int32(0)
@@ -56,11 +56,11 @@ def best_chunks(first, stop, memory, scores_at, forced_at, chosen_at, n_queries,
             if count >= n:
                 low, n_low = np.int64(middle), np.int64(count)
             else:
-                high, n_high = np.int64(middle), np.int64(count)
-        worst, equal, taken = np.int32(low), n_low if n_low <= n else n - n_high, 0
+                high = np.int64(middle)
+        worst, skipped, taken = np.int32(low), n_low - n, 0  # the first of the sort keys equal to `worst` are skipped
         for i in range(seen):
-            if keys[i] > _LEAST and (keys[i] > worst or (keys[i] == worst and equal > 0)):
-                equal -= np.int64(keys[i] == worst)
+            skipped -= np.int64(keys[i] == worst)
+            if keys[i] > _LEAST and (keys[i] > worst or (keys[i] == worst and skipped < 0)):
                 chosen[row, taken] = i
                 taken += 1
         for i in range(taken, n):
@@ -136,12 +136,12 @@ def best_keys(_first, _stop, memory, keys_at, chosen_at, n_keys, n):
                 index[found] = i
                 found += np.int64(keys[i] >= least)
     worst = _nth_largest(some[:found], n, memory)
-    equal = n
+    skipped = -n
     for i in range(found):
-        equal -= np.int64(some[i] > worst)
+        skipped += np.int64(some[i] >= worst)
     taken = 0
     for i in range(found):
-        if some[i] > worst or (some[i] == worst and equal > 0):
-            equal -= np.int64(some[i] == worst)
+        skipped -= np.int64(some[i] == worst)
+        if some[i] > worst or (some[i] == worst and skipped < 0):
             chosen[taken] = index[i]
             taken += 1

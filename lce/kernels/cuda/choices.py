@@ -1,7 +1,7 @@
 """Scores and choices of chunks on GPUs; the host never waits for the device.
 
 Scores are compared by sort keys: 32-bit integers in the order of the scores, with NaN as the largest. Of equal scores,
-the first are taken, so a choice depends on the scores alone.
+the last are taken, so a choice depends on the scores alone.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ def _choose(scores, forced, into, start, sizes, ROWS: constexpr, BLOCK: constexp
         bit = bit >> 1
     above = key > worst[:, None]
     equal = (key == worst[:, None]) & (key != 0)
-    n_equal = n - tl.sum(above.to(tl.int32), 1)
-    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= n_equal[:, None]))
+    n_skipped = tl.sum((above | equal).to(tl.int32), 1) - n
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) > n_skipped[:, None]))
 
     width = n + 1 if KEEP[2] else n
     to = row[:, None] * width

@@ -1,4 +1,4 @@
-"""The best chunks of rows and the best tokens, beside stable sorts."""
+"""The best chunks of rows and the best tokens, beside stable sorts of reversed rows: of equal scores, the last."""
 
 import math
 from typing import Any
@@ -15,9 +15,10 @@ def chosen_by_sorting(scores: Tensor, forced: Tensor, n: int, start: int, size: 
     own = ((start + torch.arange(scores.shape[1])) // size)[:, None]
     scores = scores.double().nan_to_num(nan=1e300, posinf=1e299, neginf=-math.inf)
     scores = scores.masked_fill(forced, math.inf).masked_fill(ids >= own, -math.inf)
-    best = scores.sort(dim=-1, descending=True, stable=True)
+    best = scores.flip(-1).sort(dim=-1, descending=True, stable=True)
     n = min(n, scores.shape[-1])
-    chosen = best.indices[..., :n].masked_fill(best.values[..., :n] == -math.inf, 1 << 40).sort(dim=-1).values
+    indices = scores.shape[-1] - 1 - best.indices[..., :n]
+    chosen = indices.masked_fill(best.values[..., :n] == -math.inf, 1 << 40).sort(dim=-1).values
     return chosen.masked_fill(chosen == 1 << 40, -1)
 
 
@@ -54,7 +55,7 @@ def test_scores_that_are_no_numbers_have_a_place(value: float) -> None:
 def test_the_best_tokens_are_those_of_a_stable_sort(n_tokens: int, eps: int) -> None:
     for scores in (torch.randn(n_tokens), torch.randint(0, 9, (n_tokens,)).float()):
         reach = torch.nn.functional.pad(scores, (eps, eps), value=-math.inf).unfold(0, 2 * eps + 1, 1).amax(1)
-        order = reach.sort(descending=True, stable=True).indices
+        order = n_tokens - 1 - reach.flip(0).sort(descending=True, stable=True).indices
         for n in {1, min(n_tokens, 7), -(-n_tokens // 3), n_tokens}:
             assert torch.equal(best_tokens(scores, n, eps), order[:n].sort().values)
 
@@ -63,4 +64,4 @@ def test_nan_and_infinite_tokens_are_valid_choices() -> None:
     scores = torch.tensor([math.nan, -math.inf, math.inf, 0.0, -math.inf, math.nan])
     assert (best_tokens(scores, 2).tolist(), best_tokens(scores, 4).tolist()) == ([0, 5], [0, 2, 3, 5])
     assert best_tokens(scores, 6).tolist() == list(range(6))
-    assert best_tokens(torch.full((100,), math.nan), 3, 2).tolist() == [0, 1, 2]
+    assert best_tokens(torch.full((100,), math.nan), 3, 2).tolist() == [97, 98, 99]
