@@ -32,6 +32,7 @@ SAVED_BYTES_PER_S = 500 << 20  # an estimate, by which the time that a context m
 ABANDONED_S = 2.0  # a file of tokens without a context or a draft of it is removed after so many seconds
 MOST_IDS_BYTES = 1 << 30  # of a file of tokens
 SETTLED_NS = 100_000_000  # two changes of a folder within so many nanoseconds may have the same time
+LEFTOVER = re.compile(r"\..*\.(lce|ids)\..*\.tmp")  # the name of an unfinished file
 GROUP = re.compile("[0-9a-f]{16}")  # the name of a group's folder
 
 
@@ -90,18 +91,17 @@ class KeptFiles:
         folder = self.folder / group
         try:
             changed = folder.stat().st_mtime_ns
+            if self._scanned.get(group) == changed:
+                return
+            names = set(os.listdir(folder))
         except OSError:
             return
-        if self._scanned.get(group) == changed:
-            return
         self._scanned[group] = changed if time.time_ns() - changed > SETTLED_NS else 0
-        known = {each.path.stem for each in self._entries.of(group) if each.path is not None}
-        for path in (*folder.glob(".*.lce.*.tmp"), *folder.glob(".*.ids.*.tmp")):
-            remove_leftover(path)
-        for path in folder.glob("*.ids"):
+        known = {each.path.stem for each in self._entries.of(group) if each.path is not None} | {self._writing}
+        for name in filter(LEFTOVER.fullmatch, names):
+            remove_leftover(folder / name)
+        for path in (folder / name for name in names if name.endswith(".ids") and name[:-4] not in known):
             file = path.with_suffix(".lce")
-            if path.stem in known or path.stem == self._writing:
-                continue
             try:
                 if file.exists():
                     ids, stat = _read_ids(path), file.stat()
@@ -113,7 +113,8 @@ class KeptFiles:
                     self._refused.add(path.name)
                     notice(f"a kept context is not used: {error}")
         for entry in self._entries.of(group):
-            if entry.path is not None and not entry.path.exists() and entry.context is None and not entry.busy:
+            gone = entry.path is not None and entry.path.name not in names and not entry.path.exists()
+            if gone and entry.context is None and not entry.busy:
                 self._entries.drop(entry)
 
     def _save_all(self) -> None:
