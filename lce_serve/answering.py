@@ -20,6 +20,7 @@ from lce_serve.sse import EventStream, event, unless_gone
 
 MOST_TOKENS = 1 << 24  # the largest `max_tokens`
 MOST_CHOICES = 8
+MOST_SAID = 4096  # characters of the header that names what is not enforced
 
 
 class Json(JSONResponse):
@@ -75,12 +76,14 @@ async def answer(service: Service, request: Request, asked: Asked, form: Form) -
     record: Record = request.scope["lce.record"]
     record.stream = asked.stream
     run = await unless_gone(request, begin(service, record, asked))
+    said = "; ".join(run.notes).encode("ascii", "replace").decode()[:MOST_SAID]
+    headers = {"x-lce-warning": " ".join(said.split())} if said else {}
     if not asked.stream:
         try:
             await unless_gone(request, run.finish())
         finally:
             run.close()
-        return Json(form.body(run))
+        return Json(form.body(run), headers=headers)
 
     async def events() -> AsyncGenerator[bytes]:
         inner = run.events()
@@ -93,7 +96,9 @@ async def answer(service: Service, request: Request, asked: Asked, form: Form) -
             await inner.aclose()
 
     settings = service.settings
-    return EventStream(events(), lambda: run.progress, run.close, settings.ping_s, settings.send_s)
+    stream = EventStream(events(), lambda: run.progress, run.close, settings.ping_s, settings.send_s)
+    stream.headers.update(headers)
+    return stream
 
 
 def failure(error: BaseException, record: Record) -> Refusal:

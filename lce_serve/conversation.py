@@ -8,7 +8,7 @@ from typing import Any
 
 from lce_serve.fields import Fields
 from lce_serve.refusals import Refusal, wrong
-from lce_serve.tools import Tool, Tools, checked, in_plain_text, knows_tools, tool_of
+from lce_serve.tools import MOST_TOOLS, Tool, Tools, checked, in_plain_text, knows_tools, tool_of
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024
@@ -77,7 +77,7 @@ def prompt_or_messages(fields: Fields) -> tuple[str | None, list[dict[str, Any]]
 def openai_tools(fields: Fields) -> Tools:
     """Return the tools of a chat request."""
     tools = []
-    for tool in fields.each("tools", 128):
+    for tool in fields.each("tools", MOST_TOOLS):
         if tool.text("type") == "function":
             tools.append(tool_of(tool.inner("function"), "parameters"))
     choice = fields.value("tool_choice", (str, dict), "auto, none, required or an object")

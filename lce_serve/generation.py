@@ -14,7 +14,7 @@ from typing import Any
 
 import lce
 from lce.errors import CapacityError, LceError
-from lce_serve.grammar import constraint
+from lce_serve.grammar import Grammar
 from lce_serve.refusals import TOO_LONG, Refusal
 from lce_serve.service import Record, Service
 from lce_serve.tools import Call, CallReader, Tools
@@ -30,7 +30,7 @@ Shorter = Callable[[], Any]
 class Asked:
     """A request for answers. Each of `prompts` is a function that blocks and returns token ids or a rendered chat.
 
-    `grammar` is a function that returns the answer's grammar or None. `options` are those of `Batch.stream`. A
+    `grammar` compiles the answer's grammar. `options` are those of `Batch.stream`. A
     `max_tokens` of None stands for as many as the method and memory allow, at most `DEFAULT_TOKENS`.
     """
 
@@ -42,7 +42,7 @@ class Asked:
     method: str | None = None
     method_options: dict[str, Any] | None = None
     tools: Tools = field(default_factory=Tools)
-    grammar: Callable[[], str | None] | None = None
+    grammar: Grammar | None = None
     stream: bool = False
 
 
@@ -118,8 +118,8 @@ class Choice:
 class Run:
     """A request that runs. Close it in every case: closing cancels what still runs."""
 
-    def __init__(self, service: Service, record: Record, asked: Asked, choices: list[Choice]) -> None:
-        self.choices, self.asked = choices, asked
+    def __init__(self, service: Service, record: Record, asked: Asked, choices: list[Choice], notes: list[str]) -> None:
+        self.choices, self.asked, self.notes = choices, asked, notes
         self._service, self._record = service, record
 
     async def events(self) -> AsyncGenerator[Delta | Ended]:
@@ -214,7 +214,9 @@ async def begin(service: Service, record: Record, asked: Asked) -> Run:
         submission.cancel()
         raise
     pairs = zip(submission.streams, submission.shorter, strict=True)
-    return Run(service, record, asked, [Choice(i, x, asked.tools, again) for i, (x, again) in enumerate(pairs)])
+    notes = constraints[0].notes if constraints else []
+    choices = [Choice(i, x, asked.tools, again) for i, (x, again) in enumerate(pairs)]
+    return Run(service, record, asked, choices, notes)
 
 
 class _Submission:
@@ -325,13 +327,9 @@ async def _constraints(service: Service, asked: Asked, n: int) -> list[Any]:
         return []
     vocabulary = service.vocabulary
 
-    def compiled() -> Any:
-        grammar = make()
-        return None if grammar is None else constraint(vocabulary, grammar)
-
     try:
         async with asyncio.timeout(COMPILE_S):
-            first = await service.compiling.call(compiled)
+            first = await service.compiling.call(lambda: make(vocabulary))
     except TimeoutError:
         raise Refusal(400, "the schema takes too long to compile; give a simpler one", "response_format") from None
     return [] if first is None else [first, *(first.copy() for _ in range(n - 1))]

@@ -15,11 +15,12 @@ import llguidance
 import numpy as np
 
 from lce_serve.fields import Fields
+from lce_serve.loosening import loosened, says_anything
 from lce_serve.refusals import Refusal
 from lce_serve.tools import CLOSE, OPEN, Tools
 
-MOST_SCHEMA = 64 << 10  # bytes of all schemas of a request, as JSON
 _COMPLETE = ("EndOfSentence", "NoExtension", "NoExtensionBias")
+_ANY = "%llguidance {}\nstart: /(.|\\n)*/\n"
 _LIMITS = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexer_states": 50_000}
 
 
@@ -60,10 +61,14 @@ class _Tokens:
 
 
 class Constraint:
-    """A grammar at work on one answer: `apply` masks logits before sampling, `accept` follows the drawn token."""
+    """A grammar at work on one answer: `apply` masks logits before sampling, `accept` follows the drawn token.
+
+    `notes` name what of the request's schemas is not enforced.
+    """
 
     def __init__(self, matcher: llguidance.LLMatcher, eos_ids: list[int]) -> None:
         self._matcher, self._eos_ids = matcher, eos_ids
+        self.notes: list[str] = []
 
     def apply(self, logits: Any) -> Any:
         """Return logits `[vocab]` with minus infinity for the tokens that may not come next."""
@@ -92,15 +97,22 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise _unfit(self._matcher.get_error())
+            line = f"the schema cannot be followed: {_line(self._matcher.get_error())}"
+            raise Refusal(400, line, "response_format")
 
     def copy(self) -> Constraint:
         """Return a constraint by the same grammar for another answer that begins as this one."""
         return Constraint(self._matcher.deep_copy(), self._eos_ids)
 
 
-def grammar_of(form: Fields, tools: Tools) -> Callable[[], str | None] | None:
-    """Return a function that returns an answer's grammar: that of its `response_format`, or of calls of its tools."""
+Grammar = Callable[[Vocabulary], Constraint | None]
+
+
+def grammar_of(form: Fields, tools: Tools) -> Grammar | None:
+    """Return a function that compiles an answer's grammar: that of its `response_format`, or of calls of its tools.
+
+    The function blocks: call it in a thread.
+    """
     kind = form.text("type") or "text"
     if kind not in ("text", "json_object", "json_schema"):
         raise Refusal(400, f"{form.name('type')} must be text, json_object or json_schema", form.name("type"))
@@ -110,29 +122,61 @@ def grammar_of(form: Fields, tools: Tools) -> Callable[[], str | None] | None:
         if schema is None:
             raise Refusal(400, f"{form.where} has no schema", form.where)
     if schema is not None and not tools.forced:
-        return lambda: schema_grammar(schema)
-    return (lambda: tools_grammar(tools)) if tools.callable else None
+        return lambda vocabulary: schema_constraint(vocabulary, schema)
+    return (lambda vocabulary: tools_constraint(vocabulary, tools)) if tools.callable else None
 
 
-def schema_grammar(schema: dict[str, Any]) -> str:
-    """Return the grammar of a text that a JSON schema allows."""
-    if len(json.dumps(schema)) > MOST_SCHEMA:
-        raise Refusal(400, f"the schema has more than {MOST_SCHEMA} bytes", "response_format")
-    try:
-        return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": True}))
-    except ValueError as error:  # a number beyond 64 bits, or half a surrogate pair
-        raise _unfit(str(error)) from None
+def schema_constraint(vocabulary: Vocabulary, schema: dict[str, Any]) -> Constraint:
+    """Compile the grammar of a text that a JSON schema allows. Refuses a schema of which nothing can be enforced."""
+    if isinstance(found := _of_schema(vocabulary, schema), Constraint):
+        return found
+    left, notes = loosened(schema, lambda part: _fault(vocabulary, part))
+    if isinstance(again := _of_schema(vocabulary, left), Constraint) and says_anything(left):
+        again.notes = [f"not enforced: {note}" for note in notes]
+        return again
+    raise Refusal(400, f"the schema cannot be followed: {found}", "response_format")
 
 
-def tools_grammar(tools: Tools) -> str | None:
-    """Return the grammar of a text in which each call fits its tool's schema; None if nothing can be called.
+def tools_constraint(vocabulary: Vocabulary, tools: Tools) -> Constraint:
+    """Compile the grammar of a text in which each call fits its tool's schema.
+
+    What cannot be enforced is left out: keywords, then whole schemas, the largest first, then the grammar. Refuses a
+    call that must be made, and a tool that is `strict`, if nothing is left of the schema.
+    """
+    schemas = {tool.name: tool.schema for tool in tools.callable}
+    if isinstance(found := compiled(vocabulary, tools_grammar(tools, schemas)), Constraint):
+        return found
+    notes: dict[str, list[str]] = {}
+    for name, schema in schemas.items():
+        left, said = loosened(schema, lambda part: _fault(vocabulary, part))
+        if said:
+            schemas[name], notes[name] = {**left, "type": "object"}, said
+    largest = sorted(schemas, key=lambda name: len(json.dumps(schemas[name])))
+    n_freed = 1
+    while not isinstance(found := compiled(vocabulary, tools_grammar(tools, schemas)), Constraint) and largest:
+        for name in largest[-n_freed:]:
+            schemas[name], notes[name] = {"type": "object"}, [f"everything ({found})"]
+        largest, n_freed = largest[:-n_freed], 2 * n_freed
+    empty = [name for name in notes if not says_anything(schemas[name])]
+    strict = [tool.name for tool in tools.callable if tool.strict and tool.name in empty]
+    if strict or (tools.forced and len(empty) == len(schemas)):
+        name = (strict or empty)[0]
+        line = f"nothing of the schema of the tool {name} can be enforced: {notes[name][0]}; give a simpler schema"
+        raise Refusal(400, line, "tools")
+    if isinstance(found, str):
+        if tools.forced:
+            raise Refusal(400, f"calls of these tools cannot be enforced: {found}", "tools")
+        notes, found = {"tools": [f"everything ({found})"]}, compiled(vocabulary, _ANY)
+    assert isinstance(found, Constraint)
+    found.notes = [f"not enforced: {name}: {note}" for name, said in notes.items() for note in said]
+    return found
+
+
+def tools_grammar(tools: Tools, schemas: dict[str, dict[str, Any]]) -> str:
+    """Return the grammar of a text in which each call fits its tool's schema, one of `schemas`.
 
     With `auto` the text is free until a call begins. With a forced choice it begins with a call.
     """
-    if not tools.callable:
-        return None
-    if sum(len(json.dumps(tool.parameters)) for tool in tools.callable) > MOST_SCHEMA:
-        raise Refusal(400, f"the tools' schemas have more than {MOST_SCHEMA} bytes", "tools")
     calls = [f"call_{i}" for i in range(len(tools.callable))]
     begin = f'TEXT "{OPEN}"' if not tools.forced else f'"{OPEN}"'
     lines = ["%llguidance {}"]
@@ -144,22 +188,42 @@ def tools_grammar(tools: Tools) -> str | None:
     lines += [f'body: "\\n" ({" | ".join(calls)}) "\\n{CLOSE}"']
     for name, tool in zip(calls, tools.callable, strict=True):
         opened = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-        schema = {**tool.parameters, "x-guidance": {"lenient": True}}
-        lines.append(f'{name}: {opened} %json {json.dumps(schema)} "}}"')
+        lines.append(f'{name}: {opened} {_json(schemas[tool.name])} "}}"')
     return "\n".join(lines) + "\n"
 
 
-def constraint(vocabulary: Vocabulary, grammar: str) -> Constraint:
-    """Compile a grammar. Refuses a grammar that is invalid or too complex. Blocks: call this in a thread."""
+def _json(schema: dict[str, Any]) -> str:
+    guidance = {"lenient": True, **(schema.get("x-guidance") or {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': guidance})}"
+
+
+def _fault(vocabulary: Vocabulary, schema: dict[str, Any]) -> str | None:
+    """Return why a schema cannot be enforced; None if it can."""
+    found = _of_schema(vocabulary, schema)
+    return None if isinstance(found, Constraint) else found
+
+
+def _of_schema(vocabulary: Vocabulary, schema: dict[str, Any]) -> Constraint | str:
+    """Compile the grammar of a text that a schema allows, or return in a line why this cannot be done."""
+    try:
+        return compiled(vocabulary, llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": True}))
+    except ValueError as error:  # a number beyond 64 bits, or half a surrogate pair
+        return _line(str(error))
+
+
+def compiled(vocabulary: Vocabulary, grammar: str) -> Constraint | str:
+    """Compile a grammar, or return in a line why it is invalid or too complex."""
     limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
     matcher = llguidance.LLMatcher(vocabulary.get(), grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # finds schemas that no text fits, such as {"$ref": "#"}
     if matcher.is_error():
-        raise _unfit(matcher.get_error())
+        return _line(matcher.get_error())
     return Constraint(matcher, vocabulary.eos_ids)
 
 
-def _unfit(why: str) -> Refusal:
-    line = " ".join(why.encode("utf-8", "replace").decode().split())[:240]
-    return Refusal(400, f"the schema cannot be followed: {line}", "response_format")
+def _line(why: str) -> str:
+    """Return a line about a fault, without the grammar's own text."""
+    line = why.encode("utf-8", "replace").decode().partition("\n   1 |")[0].removesuffix("<non-verbose/>")
+    found = line.rpartition("failed to compile JSON schema: ")[2].rpartition("\nerror: ")[2]
+    return " ".join(found.split())[:240] or "no text fits"

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lce_serve.fields import Fields
+from lce_serve.loosening import ANNOTATIONS
 from lce_serve.refusals import Refusal
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MOST_TOOLS = 128
+MOST_TOOLS = 1024
 _TOLD = (
     "You may call functions. Their signatures are within <tools></tools>:\n<tools>\n{}\n</tools>\n"
     "For each call write the function's name and arguments as JSON within <tool_call></tool_call>:\n"
@@ -36,6 +37,16 @@ class Tool:
     name: str
     description: str
     parameters: dict[str, Any]
+    strict: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema that arguments are held to: that of an object, and of `{}` for a tool without parameters."""
+        said = {name for name, value in self.parameters.items() if name not in ANNOTATIONS and value not in ({}, [])}
+        none = said <= {"type", "additionalProperties"} and not self.parameters.get("additionalProperties")
+        if none and self.parameters.get("type", "object") == "object":
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
 
     def as_object(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates take."""
@@ -78,7 +89,8 @@ def tool_of(fields: Fields, schema: str) -> Tool:
     name = fields.text("name")
     if not name or len(name) > 128:
         raise Refusal(400, f"{fields.name('name')} must be a name of 1 to 128 characters", fields.name("name"))
-    return Tool(name, fields.text("description") or "", fields.object(schema) or {"type": "object"})
+    parameters = fields.object(schema) or {"type": "object", "properties": {}}
+    return Tool(name, fields.text("description") or "", parameters, fields.flag("strict"))
 
 
 def checked(tools: list[Tool], choice: str, parallel: bool, param: str = "tool_choice") -> Tools:

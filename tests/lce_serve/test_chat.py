@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import lce
-from lce_serve import generation
+from lce_serve import generation, grammar
 from lce_serve.service import Service
 from tests.lce_serve.conftest import events
 
@@ -100,8 +100,8 @@ def form_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_schema_is_compiled_once_and_followed_by_each_answer(client: TestClient, monkeypatch: Any) -> None:
-    compiled, compile_one = list[Any](), generation.constraint
-    monkeypatch.setattr(generation, "constraint", lambda *how: compiled.append(how) or compile_one(*how))
+    compiled, compile_one = list[Any](), grammar.compiled
+    monkeypatch.setattr(grammar, "compiled", lambda *how: compiled.append(how) or compile_one(*how))
     form = form_of(schema_of(ok={"type": "boolean"}, n={"enum": [1, 2]}))
     for found in ask(client, response_format=form, max_tokens=60, n=3, temperature=1, seed=1).json()["choices"]:
         assert (found["finish_reason"], set(json.loads(found["message"]["content"]))) == ("stop", {"ok", "n"})
@@ -111,7 +111,7 @@ def test_a_schema_is_compiled_once_and_followed_by_each_answer(client: TestClien
 def test_waiting_for_the_compiler_is_bounded(address: str, monkeypatch: Any) -> None:
     held, done, form = threading.Event(), threading.Event(), form_of({"type": "integer"})
     monkeypatch.setattr(generation, "COMPILE_S", 0.2)
-    monkeypatch.setattr(generation, "constraint", lambda *_: held.wait(30) and done.set())
+    monkeypatch.setattr(grammar, "compiled", lambda *_: held.wait(30) and done.set())
     for _ in range(2):  # the second one waits for the compiler of the first
         answer = httpx2.post(address + PATH, json={"messages": HI, "response_format": form})
         assert "takes too long" in answer.json()["error"]["message"]

@@ -1,0 +1,137 @@
+"""Tools over HTTP: schemas that cannot be enforced loosen themselves, and calls are read in the forms of models."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+from lce_serve import grammar
+from lce_serve.grammar import tools_constraint
+from lce_serve.service import Service
+from lce_serve.tools import Tool, Tools
+from tests.lce_serve.conftest import events
+
+HI = [{"role": "user", "content": "the quick fox"}]
+PATTERN = "^(?!-)(?!.*--)[a-z0-9.+-]{1,40}@(?:[a-z0-9]+\\.)+(?=[a-z]{2})[a-z]+$"
+TIGHT = {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], **TIGHT}
+
+
+def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
+    function = {"name": name, **({} if parameters is None else {"parameters": parameters}), **more}
+    return {"type": "function", "function": function}
+
+
+def ask(client: TestClient, *tools: Any, stream: bool = False, **how: Any) -> tuple[dict[str, Any], str, Any]:
+    """The message, the reason why it ended, and the headers, of an answer that is whole or streamed."""
+    body = {"messages": HI, "tools": tools, "max_tokens": 90, "stream": stream, "parallel_tool_calls": False, **how}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        (choice,) = answer.json()["choices"]
+        return choice["message"], choice["finish_reason"], answer.headers
+    chunks = [json.loads(data)["choices"][0] for data in events(answer.text)[:-1]]
+    content = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    return {"content": content or None, "tool_calls": calls}, chunks[-1]["finish_reason"], answer.headers
+
+
+def called(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in message["tool_calls"]]
+    return [(each["name"], json.loads(each["arguments"])) for each in functions]
+
+
+ODD: list[tuple[str, dict[str, Any], str]] = [
+    ("look-ahead", {"type": "string", "pattern": PATTERN, "enum": ["a", "b"]}, "to.pattern (look-around"),
+    ("remote", {"$ref": "https://example.com/schema.json"}, "to.$ref"),
+    ("missing", {"anyOf": [{"$ref": "#/$defs/nowhere"}, {"const": 1}]}, "to.anyOf[0].$ref"),
+    ("nonsense", {"type": "date-time"}, "to.type (Invalid type"),
+    ("no schema", "string", "properties.to"),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("odd", "note"), [x[1:] for x in ODD], ids=[x[0] for x in ODD])
+def test_a_keyword_that_cannot_be_enforced_is_left_out(client: Any, odd: Any, note: str, stream: bool) -> None:
+    fine, mail = tool("fine", schema(yes={"type": "boolean"})), tool("mail", schema(yes={"type": "boolean"}, to=odd))
+    message, reason, headers = ask(client, fine, mail, stream=stream, tool_choice="required")
+    assert reason == "tool_calls"
+    ((name, arguments),) = called(message)
+    assert isinstance(arguments["yes"], bool), "everything else is enforced"
+    assert "not enforced: mail: properties." in headers["x-lce-warning"]
+    assert note in headers["x-lce-warning"], name
+
+
+def test_what_a_reference_leads_to_is_still_enforced(client: TestClient) -> None:
+    known = {"$defs": {"vote": {"enum": [True, False]}, "bad": {"type": "nonsense", "enum": [1]}}}
+    inner = {"vote": {"$ref": "#/$defs/vote"}, "any": {"$ref": "#/$defs/bad"}, "last": {"$ref": "#/properties/vote"}}
+    message, _, headers = ask(client, tool("vote", {**known, **schema(**inner)}), tool_choice="required")
+    ((_, arguments),) = called(message)
+    assert isinstance(arguments["vote"], bool)
+    assert isinstance(arguments["last"], bool)
+    assert headers["x-lce-warning"] == "not enforced: vote: $defs.bad.type (Invalid type: nonsense)"
+
+
+def test_many_tools_and_large_schemas_are_enforced(service: Service) -> None:
+    tools = tuple(Tool(f"tool_{i}", "", schema(n={"type": "integer"})) for i in range(150))
+    properties = {f"field_{i}": {"type": "string", "description": "d" * 80} for i in range(700)}
+    for given in (tools, (Tool("large", "", schema(**properties)),)):
+        found = tools_constraint(service.vocabulary, Tools(given, "required"))
+        assert (found.notes, is_allowed(service, found, "<tool_call>\n{"), is_allowed(service, found, "x")) == (
+            [],
+            True,
+            False,
+        )
+
+
+def test_schemas_that_are_too_large_together_are_freed_the_largest_first(service: Service, monkeypatch: Any) -> None:
+    monkeypatch.setitem(grammar._LIMITS, "max_grammar_size", 300)
+    small, large = (
+        Tool(name, "", schema(**{f"{i}": {"type": "null"} for i in range(n)}))
+        for name, n in (("small", 15), ("large", 25))
+    )
+    notes = tools_constraint(service.vocabulary, Tools((small, large), "required")).notes
+    assert [note[: note.index("(")] for note in notes] == ["not enforced: large: everything "]
+
+
+def is_allowed(service: Service, constraint: Any, text: str) -> bool:
+    """Whether a constraint lets the tokens of a text come."""
+    constraint = constraint.copy()
+    for token_id in service.engine.tokenizer.encode(text, bos=False):
+        if constraint.apply(torch.zeros(service.engine.setup.config.vocab_size))[token_id] < 0:
+            return False
+        constraint.accept(token_id)
+    return True
+
+
+@pytest.mark.parametrize("change", [{"tool_choice": "required"}, {"strict": True}])
+def test_a_call_of_which_nothing_can_be_enforced_is_refused(client: TestClient, change: dict[str, Any]) -> None:
+    strict = change.pop("strict", None)
+    bad = tool("bad", {"type": "nonsense"}, **({} if strict is None else {"strict": True}))
+    answer = client.post("/v1/chat/completions", json={"messages": HI, "tools": [bad], "max_tokens": 4, **change})
+    assert answer.status_code == 400
+    assert "the tool bad can be enforced: type (Invalid type: nonsense)" in answer.json()["error"]["message"]
+    assert ask(client, tool("bad", {"type": "nonsense"}), max_tokens=2)[2]["x-lce-warning"]
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_without_parameters_takes_an_empty_object(client: TestClient, parameters: Any, stream: bool) -> None:
+    message, _, _ = ask(client, tool("now", parameters), tool_choice="required", stream=stream)
+    assert called(message) == [("now", {})]
+
+
+def test_a_schema_of_an_answer_loosens_itself_as_well(client: TestClient) -> None:
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema(a={"type": "boolean", "pattern": "("})},
+    }
+    form["json_schema"]["schema"]["properties"]["b"] = {"type": "nonsense"}  # type: ignore[index]
+    message, _, headers = ask(client, response_format=form)
+    assert isinstance(json.loads(message["content"])["a"], bool)
+    assert "properties.b.type" in headers["x-lce-warning"]
