@@ -2,7 +2,7 @@
 
 import operator
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -40,12 +40,8 @@ class Entry:
     place: tuple[str, bytes] = field(init=False)  # by which entries are sorted
 
     def __post_init__(self) -> None:
-        self.place = self.beginning(len(self.ids))
+        self.place = self.group, self.ids.tobytes()
         self.weigh()
-
-    def beginning(self, n_tokens: int) -> tuple[str, bytes]:
-        """Return the place of an entry with the first tokens of this one."""
-        return self.group, self.ids[:n_tokens].tobytes()
 
     def weigh(self) -> None:
         """Set the bytes that the context takes in memory, shared ones included. A fork may change them."""
@@ -86,20 +82,11 @@ def common(one: Ids, other: Ids) -> int:
     return n
 
 
-class Entries:
+class Entries(list[Entry]):
     """The entries of a cache, sorted by their places, so that entries with a common prefix are neighbours.
 
     The caller guards them by a lock. Time of a call: O(log n) comparisons, and a look at entries that are passed over.
     """
-
-    def __init__(self) -> None:
-        self._sorted: list[Entry] = []
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._sorted)
-
-    def __len__(self) -> int:
-        return len(self._sorted)
 
     def of(self, group: str) -> list[Entry]:
         """Return the entries of a group."""
@@ -107,13 +94,13 @@ class Entries:
 
     def add(self, entry: Entry) -> None:
         """Add an entry."""
-        insort(self._sorted, entry, key=PLACE)
+        insort(self, entry, key=PLACE)
 
     def discard(self, entry: Entry) -> None:
         """Take an entry out, if it is here."""
-        first, last = (find(self._sorted, entry.place, key=PLACE) for find in (bisect_left, bisect_right))
-        if entry in self._sorted[first:last]:
-            del self._sorted[self._sorted.index(entry, first)]
+        first, last = (find(self, entry.place, key=PLACE) for find in (bisect_left, bisect_right))
+        if entry in self[first:last]:
+            del self[self.index(entry, first)]
 
     def drop(self, entry: Entry) -> None:
         """Take an entry out, and remove its files and its context in memory, if any."""
@@ -123,9 +110,9 @@ class Entries:
 
     def longest(self, group: str, wanted: Ids, fits: Callable[[Entry], bool]) -> int:
         """Return the length of the longest prefix that `wanted` shares with an entry that `fits`."""
-        found, middle = self._sorted, bisect_left(self._sorted, (group, wanted.tobytes()), key=PLACE)
-        sides = range(middle - 1, -1, -1), range(middle, len(found))
-        near = [next((found[i] for i in side if fits(found[i])), None) for side in sides]
+        middle = bisect_left(self, (group, wanted.tobytes()), key=PLACE)
+        sides = range(middle - 1, -1, -1), range(middle, len(self))
+        near = [next((self[i] for i in side if fits(self[i])), None) for side in sides]
         return max((common(each.ids, wanted) for each in near if each and each.group == group), default=0)
 
     def best(self, group: str, wanted: Ids) -> tuple[Entry | None, int]:
@@ -135,7 +122,7 @@ class Entries:
         """
         n = self.longest(group, wanted, lambda each: not each.unopenable)
         prefix = wanted[:n].tobytes()
-        after = islice(self._sorted, bisect_left(self._sorted, (group, prefix), key=PLACE), None)
+        after = islice(self, bisect_left(self, (group, prefix), key=PLACE), None)
         equal = takewhile(lambda each: each.group == group and each.place[1].startswith(prefix), after)
         usable = (each for each in equal if n and not each.unopenable)
         first = next(usable, None)
@@ -145,9 +132,9 @@ class Entries:
     def prefixes(self, entry: Entry) -> list[Entry]:
         """Return the other entries, if idle, whose tokens are the first ones of an entry."""
         found, n, stop = list[Entry](), len(entry.ids), len(self)
-        while n and (stop := bisect_right(self._sorted, entry.beginning(n), hi=stop, key=PLACE)):
+        while n and (stop := bisect_right(self, (entry.group, entry.ids[:n].tobytes()), hi=stop, key=PLACE)):
             stop -= 1  # the last entry that may be a prefix of the first `n` tokens
-            each = self._sorted[stop]
+            each = self[stop]
             n = common(each.ids, entry.ids) if each.group == entry.group else 0
             if each is not entry and not each.busy and n == len(each.ids):
                 found.append(each)
