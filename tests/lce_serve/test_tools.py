@@ -90,9 +90,9 @@ def test_many_tools_and_large_schemas_are_enforced(service: Service) -> None:
 
 
 def test_schemas_that_are_too_large_together_are_freed_the_largest_first(service: Service, monkeypatch: Any) -> None:
-    monkeypatch.setitem(grammar._LIMITS, "max_grammar_size", 300)
+    monkeypatch.setitem(grammar._LIMITS, "max_grammar_size", 150)
     small, large = (
-        Tool(name, "", schema(**{f"{i}": {"type": "null"} for i in range(n)}))
+        Tool(name, "", schema(**{f"{n}_{i}": {"type": "null"} for i in range(n)}))
         for name, n in (("small", 15), ("large", 25))
     )
     notes = tools_constraint(service.vocabulary, Tools((small, large), "required")).notes
