@@ -151,7 +151,7 @@ class SentencePieceVocabulary:
             pieces: list[str] = self._opening.id_to_piece(ids)
             controls = {i for i, control in enumerate(self._opening.is_control(ids)) if control}
             spaced = self._opening.encode("a") != bare.encode("a")
-        controls.add(self._opening.unk_id())
+        controls |= {self._opening.unk_id()} - {-1}  # -1: no piece is unknown
         self._inner = self._opening if config.space_before_all else bare
         self._tokens = dict(enumerate(pieces)) | {token_id: token for token, token_id in config.added.items()}
         self._ids = {token: token_id for token_id, token in self._tokens.items()}

@@ -224,6 +224,17 @@ def test_ids_of_llamas_kind_are_those_of_its_own_file(name: str, tiny_sentencepi
     assert tokenizer_of(metadata | named(scores=whole)).encode("one two") == expected.encode("one two")
 
 
+@pytest.mark.parametrize("unknown", [3, 20])
+def test_a_byte_may_be_the_unknown_token(unknown: int, tiny_sentencepiece: bytes) -> None:
+    """Every text has bytes, so ids and texts are those of the same file with another unknown token."""
+    metadata = scored(sentencepiece.SentencePieceProcessor(model_proto=tiny_sentencepiece))
+    tokenizer, expected = tokenizer_of(metadata | named(unknown_token_id=unknown)), tokenizer_of(metadata)
+    for text in [*SPACED, "a\x00\ufffd日"]:
+        ids = expected.encode(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == expected.decode(ids)
+
+
 def test_ends_are_named_or_known(library: tokenizers.Tokenizer) -> None:
     metadata = byte_level(library) | named(eos_token_id=0, eot_token_id=5, eom_token_id=None)
     assert end_ids(metadata) == [0, 5, 1]  # <|im_end|> is 1
