@@ -14,10 +14,11 @@ from typing import Any
 
 import lce
 from lce.errors import CapacityError, LceError
+from lce_serve.calls import CallReader
 from lce_serve.grammar import Grammar
 from lce_serve.refusals import TOO_LONG, Refusal
 from lce_serve.service import Record, Service
-from lce_serve.tools import Call, CallReader, Tools
+from lce_serve.tools import Call, Tools
 
 DEFAULT_TOKENS = 4096  # the most tokens of an answer whose request gives no limit
 LEAST_TOKENS = 16  # a limit that the client did not give is not lowered below this
@@ -86,7 +87,9 @@ class Choice:
         calls: list[Call] = []
         if self._reader is not None:
             text, calls = self._reader.push(text)
-            text += self._reader.finish() if last else ""
+            if last:
+                rest, more = self._reader.finish(cut=self.stream.result.finish_reason == "length")
+                text, calls = text + rest, calls + more
         fresh = (self.logprobs or [])[self._n_logprobs :]
         self._n_logprobs += len(fresh)
         self.text += text
@@ -111,7 +114,7 @@ class Choice:
     def end(self) -> Ended:
         """Note why the choice ended."""
         reason = self.stream.result.finish_reason
-        self.reason = "tool_calls" if self.calls else "length" if reason == "length" else "stop"
+        self.reason = "length" if reason == "length" else "tool_calls" if self.calls else "stop"
         return Ended(self.index, self.reason)
 
 
@@ -160,7 +163,7 @@ class Run:
                 if delta.text or delta.calls or delta.logprobs:
                     queue.put_nowait(delta)
             last = choice.take("", last=True)
-            if last.text or last.logprobs:
+            if last.text or last.calls or last.logprobs:
                 queue.put_nowait(last)
             ended = choice.end()
             self._note(choice)

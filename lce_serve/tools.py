@@ -13,7 +13,6 @@ written into the system message, calls into the answers, and results of calls in
 from __future__ import annotations
 
 import json
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,53 +137,3 @@ def in_plain_text(messages: list[dict[str, Any]], tools: tuple[Tool, ...]) -> li
 
 def _written(function: dict[str, Any]) -> str:
     return f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}"
-
-
-class CallReader:
-    """A reader of an answer's text that finds calls. `push` gives the text outside calls, and the complete calls.
-
-    Text that may begin a call is held back. At the end, `finish` gives an incomplete call as text.
-    """
-
-    def __init__(self, tools: Tools) -> None:
-        self._names = {tool.name for tool in tools.callable}
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, list[Call]]:
-        """Add text; return the text that is certainly outside calls, and the calls that are complete."""
-        self._held += text
-        outside, calls = "", []
-        while True:
-            before, opened, rest = self._held.partition(OPEN)
-            inside, closed, after = rest.partition(CLOSE)
-            if not (opened and closed):
-                break
-            call = self._call(inside)
-            outside += before if call else before + opened + inside + closed
-            calls += [call] if call else []
-            self._held = after.lstrip("\n") if call else after
-        kept = len(before) if opened else len(before) - _overlap(before)
-        kept -= 0 if opened else len(before[:kept]) - len(before[:kept].rstrip("\n"))
-        outside, self._held = outside + self._held[:kept], self._held[kept:]
-        return (outside.strip("\n") if calls else outside), calls
-
-    def finish(self) -> str:
-        """Return the text that is still held back."""
-        rest, self._held = self._held, ""
-        return rest
-
-    def _call(self, inside: str) -> Call | None:
-        """Return the call that a text between the marks is; None if it is none of a known tool."""
-        try:
-            found = json.loads(inside)
-            name, arguments = found["name"], found["arguments"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return None
-        if name not in self._names or not isinstance(arguments, dict):
-            return None
-        return Call(name, json.dumps(arguments, ensure_ascii=False), f"call_{secrets.token_hex(12)}")
-
-
-def _overlap(text: str) -> int:
-    """Return the length of the longest end of a text with which `OPEN` begins."""
-    return next((n for n in range(min(len(text), len(OPEN) - 1), 0, -1) if OPEN.startswith(text[-n:])), 0)

@@ -8,6 +8,7 @@ import torch
 from starlette.testclient import TestClient
 
 from lce_serve import grammar
+from lce_serve.calls import CallReader
 from lce_serve.grammar import tools_constraint
 from lce_serve.service import Service
 from lce_serve.tools import Tool, Tools
@@ -135,3 +136,52 @@ def test_a_schema_of_an_answer_loosens_itself_as_well(client: TestClient) -> Non
     message, _, headers = ask(client, response_format=form)
     assert isinstance(json.loads(message["content"])["a"], bool)
     assert "properties.b.type" in headers["x-lce-warning"]
+
+
+WRITTEN = [
+    '<tool_call>\n{"name": "w", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "<tool_call>\n<function=w>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+    "<function=w><parameter=city>Oslo</parameter></function>",
+    '[TOOL_CALLS][{"name": "w", "arguments": {"city": "Oslo"}}]',
+    '[TOOL_CALLS]w[ARGS]{"city": "Oslo"}',
+    '<|python_tag|>{"name": "w", "parameters": {"city": "Oslo"}}',
+    '{"name": "w", "parameters": {"city": "Oslo"}}',
+    "<start_function_call>call:w{city:<escape>Oslo<escape>}<end_function_call>",
+    '<|tool_call>call:w{city:<|"|>Oslo<|"|>}<tool_call|>',
+    '```json\n{"name": "w", "arguments": {"city": "Oslo"}}\n```',
+]
+
+
+def read(text: str, step: int, *, cut: bool = False) -> tuple[str, list[tuple[str, Any]]]:
+    """The text and the calls of an answer that comes in pieces of `step` characters."""
+    reader, outside, calls = CallReader(Tools((Tool("w", "", {}),))), "", list[Any]()
+    for at in range(0, len(text), step):
+        more, found = reader.push(text[at : at + step])
+        outside, calls = outside + more, calls + found
+    more, found = reader.finish(cut=cut)
+    return outside + more, [(call.name, json.loads(call.arguments)) for call in calls + found]
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize("text", WRITTEN)
+def test_calls_are_read_in_the_forms_that_models_write(text: str, step: int) -> None:
+    assert read(text, step) == ("", [("w", {"city": "Oslo"})])
+    other = text.replace('"w"', '"x"').replace("=w>", "=x>").replace("call:w", "call:x").replace("w[ARGS]", "x[ARGS]")
+    assert read(other, step) == (other, []), "a call of no known tool is text"
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_cut_call_is_no_content(step: int) -> None:
+    for text in WRITTEN[:3]:
+        assert read(f"{text}\n{text[:-16]}", step, cut=True)[1][:1] == [("w", {"city": "Oslo"})]
+        assert "tool_call" not in read(f"{text}\n{text[:-16]}", step, cut=True)[0]
+    plain = 'Here: {"name": "w", "arguments": {}}'
+    assert read(plain, step) == (plain, [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_limit_cuts_a_call(client: TestClient, stream: bool) -> None:
+    message, reason, _ = ask(
+        client, tool("w", schema(n={"enum": [1]})), tool_choice="required", max_tokens=12, stream=stream
+    )
+    assert (reason, message["content"] or "", message.get("tool_calls") or []) == ("length", "", [])
