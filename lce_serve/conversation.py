@@ -105,7 +105,7 @@ def rendered(
     given: dict[str, Any] = dict(variables or {})
     if any(name in given for name in ("messages", "tools", "bos_token", "eos_token")):
         raise Refusal(400, "chat_template_kwargs may not name messages, tools or tokens", "chat_template_kwargs")
-    if knows_tools(tokenizer.chat_template):
+    if knows_tools((tools and tokenizer.tool_template) or tokenizer.chat_template):
         given |= {"tools": [tool.as_object() for tool in tools]} if tools else {}
     else:
         messages = in_plain_text(messages, tools)

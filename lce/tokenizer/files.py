@@ -60,6 +60,7 @@ class TokenizerConfig:
     special_names: tuple[str, ...]  # the tokens that the files call special
     added: dict[str, int]  # tokens and their ids, which take precedence over the vocabulary's
     chat_template: str | None
+    tool_template: str | None = None  # the named template `tool_use`, for chats with tools
 
     @classmethod
     def read(cls, read: Reader, where: Path) -> Self:
@@ -71,7 +72,8 @@ class TokenizerConfig:
         bos, eos = (_content(config.get(key), key) for key in ("bos_token", "eos_token"))
         add_bos, add_eos, legacy = (_flag(config, key) for key in ("add_bos_token", "add_eos_token", "legacy"))
         template = _chat_template(read, where, config) or None
-        return cls(bos, eos, add_bos, add_eos, legacy is not False, special_names, added, template)
+        tool_template = _named_template(config.get("chat_template"), "tool_use")
+        return cls(bos, eos, add_bos, add_eos, legacy is not False, special_names, added, template, tool_template)
 
 
 class JsonVocabulary:
@@ -241,6 +243,13 @@ def _chat_template(read: Reader, where: Path, config: dict[str, Any]) -> str | N
     if value is None or isinstance(value, str):
         return value
     raise _unusable("chat_template", value, 'a string, or a list of {"name": a string, "template": a string}')
+
+
+def _named_template(value: object, name: str) -> str | None:
+    """Return a template of a list of named templates; None if there is none."""
+    entries = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    found = next((each.get("template") for each in entries if each.get("name") == name), None)
+    return found if isinstance(found, str) else None
 
 
 def _unusable(key: str, value: object, expected: str) -> ModelError:

@@ -75,7 +75,7 @@ class Tokenizer:
         self._special = vocabulary.special | {i for i in (self.bos_id, eos_id) if i is not None}
         self._prefix = _with_or_without(vocabulary.prefix, self.bos_id, config.add_bos, at_end=False)
         self._suffix = _with_or_without(vocabulary.suffix, eos_id, config.add_eos, at_end=True)
-        self.chat_template = config.chat_template
+        self.chat_template, self.tool_template = config.chat_template, config.tool_template
         self._check(self._prefix + self._suffix, "puts the id {} around every text")
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
 
@@ -177,7 +177,8 @@ class Tokenizer:
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
         given: dict[str, str | bool] = {**special, "add_generation_prompt": add_generation_prompt}
         before = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _SAID}] if following else []
-        chat = render_chat(self.require_chat(), [*before, *messages], given, self._controls, variables)
+        template = (self.tool_template if variables and variables.get("tools") else None) or self.require_chat()
+        chat = render_chat(template, [*before, *messages], given, self._controls, variables)
         if not following:
             return chat
         at = chat.text.find(_SAID) + len(_SAID)
@@ -221,7 +222,7 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.bos_token = self.bos_id = self.eos_token = self.chat_template = None
+        self.bos_token = self.bos_id = self.eos_token = self.chat_template = self.tool_template = None
         self.eos_ids = ()
         self._folder = folder
 

@@ -1,17 +1,21 @@
 """Tools over HTTP: schemas that cannot be enforced loosen themselves, and calls are read in the forms of models."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from starlette.testclient import TestClient
 
+import lce
 from lce_serve import grammar
 from lce_serve.calls import CallReader
+from lce_serve.conversation import rendered
 from lce_serve.grammar import tools_constraint
 from lce_serve.service import Service
 from lce_serve.tools import Tool, Tools
+from tests.checkpoints import save_chat
 from tests.lce_serve.conftest import events
 
 HI = [{"role": "user", "content": "the quick fox"}]
@@ -185,3 +189,11 @@ def test_the_limit_cuts_a_call(client: TestClient, stream: bool) -> None:
         client, tool("w", schema(n={"enum": [1]})), tool_choice="required", max_tokens=12, stream=stream
     )
     assert (reason, message["content"] or "", message.get("tool_calls") or []) == ("length", "", [])
+
+
+def test_the_template_tool_use_is_taken_where_tools_are_given(tmp_path: Path) -> None:
+    plain, using = "{{ messages[0].content }}", "{{ tools[0].function.name }}<tool_call>"
+    folder = save_chat(tmp_path, [{"name": "default", "template": plain}, {"name": "tool_use", "template": using}])  # type: ignore[arg-type]
+    tokenizer = lce.load(folder, threads=1).tokenizer
+    assert rendered(tokenizer, HI).text == "the quick fox"
+    assert rendered(tokenizer, HI, (Tool("w", "", {}),)).text == "w<tool_call>"
