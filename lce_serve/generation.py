@@ -218,8 +218,7 @@ async def begin(service: Service, record: Record, asked: Asked) -> Run:
         raise
     pairs = zip(submission.streams, submission.shorter, strict=True)
     notes = constraints[0].notes if constraints else []
-    choices = [Choice(i, x, asked.tools, again) for i, (x, again) in enumerate(pairs)]
-    return Run(service, record, asked, choices, notes)
+    return Run(service, record, asked, [Choice(i, x, asked.tools, again) for i, (x, again) in enumerate(pairs)], notes)
 
 
 class _Submission:
