@@ -18,10 +18,11 @@ from lce_serve.answering import (
     openai_options,
     openai_usage,
 )
-from lce_serve.conversation import openai_messages, openai_tools, rendering
+from lce_serve.conversation import openai_tools, rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run
 from lce_serve.grammar import grammar_of
+from lce_serve.history import openai_messages
 from lce_serve.service import Service
 from lce_serve.tools import Call
 

@@ -11,16 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lce_serve.answering import MOST_TOKENS, Json, answer, common, new_id
-from lce_serve.conversation import MOST_MESSAGES, MOST_PARTS, call_object, rendering, text_of
+from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Choice, Delta, Ended, Run
 from lce_serve.grammar import grammar_of
+from lce_serve.history import MOST_MESSAGES, MOST_PARTS, History, content_of, note_of, role_of
 from lce_serve.refusals import Refusal, wrong
 from lce_serve.service import Service
 from lce_serve.sse import event, unless_gone
 from lce_serve.tools import MOST_TOOLS, Call, Tools, checked, tool_of
 
-_IGNORED = ("thinking", "redacted_thinking")
+_CALLS, _RESULTS = ("tool_use", "mcp_tool_use"), ("tool_result", "mcp_tool_result")
+_THOUGHTS = ("thinking", "redacted_thinking")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -57,43 +59,33 @@ async def count_tokens(service: Service, request: Request, fields: Fields) -> Re
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
     """Return the system text and the messages in the form that chat templates take."""
-    found: list[dict[str, Any]] = []
-    if system := text_of(fields, "system"):
-        found.append({"role": "system", "content": system})
-    if not fields.items("messages", MOST_MESSAGES):
-        raise Refusal(400, "messages is missing or empty; expected one message or more", "messages")
+    history = History()
+    if content_of(fields, "system")[0]:
+        history.say("system", fields, "system")
     for message in fields.each("messages", MOST_MESSAGES):
-        role = message.text("role")
-        if role not in ("user", "assistant"):
-            raise Refusal(400, f"{message.name('role')} must be user or assistant", message.name("role"))
-        content = message.value("content", (str, list), "a string or a list of blocks")
-        if isinstance(content, list):
-            found += _blocks(message, role)
-        elif content is None:
+        role, content = role_of(message), message.value("content", (str, list), "a string or a list of blocks")
+        if content is None:
             raise wrong(message.name("content"), None, "a string or a list of blocks")
+        if isinstance(content, str):
+            history.say(role, message)
         else:
-            found.append({"role": role, "content": content})
-    return found
+            _read(history, role, message)
+    return history.done("messages")
 
 
-def _blocks(message: Fields, role: str) -> list[dict[str, Any]]:
-    """Return the messages that a list of content blocks stands for. Results of calls come before the text."""
-    texts, calls, results = [], [], []
-    for block in message.each("content", MOST_PARTS):
-        kind = block.text("type")
-        if kind == "text":
-            texts.append(block.text("text") or "")
-        elif kind == "tool_use":
-            calls.append(call_object(block.text("name") or "", block.object("input") or {}, block.text("id")))
-        elif kind == "tool_result":
-            call_id = block.text("tool_use_id") or ""
-            results.append({"role": "tool", "content": text_of(block), "tool_call_id": call_id})
-        elif kind not in _IGNORED:
-            raise Refusal(400, f"{block.name('type')} is {str(kind)[:40]!r}; this model reads text only", block.where)
-    said: dict[str, Any] = {"role": role, "content": "".join(texts)}
-    if calls:
-        said["tool_calls"] = calls
-    return [*results, *([said] if texts or calls or not results else [])]
+def _read(history: History, role: str, message: Fields) -> None:
+    """Add the messages that a list of content blocks stands for. Results of calls come before the text."""
+    blocks = [(block.text("type"), block) for block in message.each("content", MOST_PARTS)]
+    for kind, block in blocks:
+        if kind in _RESULTS:
+            history.say("tool", block, tool_call_id=block.text("tool_use_id") or "")
+    if any(kind not in _RESULTS for kind, _ in blocks) or not blocks:
+        history.say(role, message, skip=(*_RESULTS, *_CALLS, *_THOUGHTS))
+    for kind, block in blocks:
+        if kind in _THOUGHTS:
+            history.think(block.text("thinking") or note_of(block))
+        elif kind in _CALLS:
+            history.call(block.text("name") or "", block.object("input"), block.text("id"))
 
 
 def _tools(fields: Fields) -> Tools:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -10,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lce_serve.answering import MOST_TOKENS, answer, common, new_id, openai_options
-from lce_serve.conversation import MOST_MESSAGES, ROLES, call_object, rendering, text_of
+from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run
 from lce_serve.grammar import grammar_of
+from lce_serve.history import MOST_MESSAGES, History, note_of, read_call, role_of, text_of
 from lce_serve.refusals import Refusal, wrong
 from lce_serve.service import Service
 from lce_serve.sse import event
@@ -38,34 +40,42 @@ async def responses(service: Service, request: Request, fields: Fields) -> Respo
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """Return the input as messages. Items of unknown kinds, such as reasoning, are left out."""
-    found: list[dict[str, Any]] = []
-    if instructions := fields.text("instructions"):
-        found.append({"role": "system", "content": instructions})
+    """Return the input as messages."""
+    history = History()
+    if fields.text("instructions"):
+        history.say("system", fields, "instructions")
     given = fields.value("input", (str, list), "a string or a list of items")
     if given is None:
         raise wrong("input", None, "a string or a list of items")
     if isinstance(given, str):
-        return [*found, {"role": "user", "content": given}]
-    for item in fields.each("input", MOST_MESSAGES):
-        kind = item.text("type") or "message"
-        if kind == "message":
-            role = item.text("role") or "user"
-            if role not in ROLES:
-                raise Refusal(400, f"{item.name('role')} must be one of {', '.join(ROLES)}", item.name("role"))
-            found.append({"role": "system" if role == "developer" else role, "content": text_of(item)})
-        elif kind == "function_call":
-            call = call_object(item.text("name") or "", item.text("arguments") or "", item.text("call_id"))
-            if found and found[-1]["role"] == "assistant":
-                found[-1].setdefault("tool_calls", []).append(call)
-            else:
-                found.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        elif kind == "function_call_output":
-            result = {"role": "tool", "content": text_of(item, "output"), "tool_call_id": item.text("call_id") or ""}
-            found.append(result)
-    if not found:
-        raise Refusal(400, "input has no messages", "input")
-    return found
+        history.say("user", fields, "input")
+    else:
+        for item in fields.each("input", MOST_MESSAGES):
+            _read(history, item)
+    return history.done("input")
+
+
+def _read(history: History, item: Fields) -> None:
+    """Add an item of the input: a message, a thought, a call, a result, or a note in the place of anything else.
+
+    A call that the server of the API would run itself has no `call_id` and, but for `mcp_call`, no result: a note.
+    """
+    kind, call_id = item.text("type") or "message", item.text("call_id")
+    if kind == "message":
+        history.say(role_of(item, "user"), item)
+    elif kind == "reasoning":
+        history.think(text_of(item) or text_of(item, "summary"))
+    elif kind.endswith("_call_output"):
+        written = item.body.get("output")
+        if not isinstance(written, (str, list)):
+            written = json.dumps(written, ensure_ascii=False)
+        history.say("tool", Fields({"output": written}, item.where), "output", tool_call_id=call_id or "")
+    elif kind.endswith("_call") and (call_id is not None or kind in ("function_call", "mcp_call")):
+        read_call(history, item, call_id or item.text("id"))
+        if item.has("output"):
+            history.say("tool", item, "output", tool_call_id=call_id or item.text("id") or "")
+    else:
+        history.note(note_of(item))
 
 
 def _tools(fields: Fields) -> Tools:

@@ -56,9 +56,12 @@ def render_chat(
     special: Mapping[str, str | bool],
     controls: Iterable[str] = (),
     variables: Mapping[str, Any] | None = None,
+    n_before: int = 0,
 ) -> ChatText:
     """Render `messages` with `template`. A token of `controls` in a message is split, to be encoded as plain text.
 
+    If the template refuses the messages, or leaves out a system message, its text is joined to other messages, but not
+    to the first `n_before`; see `template.py`.
     `special` has `bos_token`, `eos_token`, `add_generation_prompt`, and overrides `variables`, which have what else the
     template may read, as JSON values. A message may have `tool_calls`, a JSON value; its `content` may then be None.
     Raises DataError for other messages than {"role": str, "content": str} and those that the template refuses, and
@@ -82,7 +85,7 @@ def render_chat(
         return (cut if text.startswith(rests) else "") + _split(text, controls, cut)
 
     written = {**_mapped(given, split), "messages": _mapped(conversation, split), **special}
-    parts = _rendered(template, written, sum(map(len, texts))).split(cut)
+    parts = _rendered(template, written, sum(map(len, texts)), n_before).split(cut)
     return ChatText("".join(parts), tuple(accumulate(map(len, parts[:-1]))))
 
 
@@ -135,9 +138,9 @@ def _split(text: str, controls: Iterable[str], cut: str) -> str:
     return _split(split, found, cut)  # again, for control tokens that overlapped a split one
 
 
-def _rendered(template: str, variables: Mapping[str, Any], length: int) -> str:
+def _rendered(template: str, variables: Mapping[str, Any], length: int, n_before: int) -> str:
     seconds, memory = MAX_SECONDS + length // 150_000, MAX_BYTES + 96 * length
-    limits = {"chars": MAX_CHARS + 8 * length, "seconds": seconds, "bytes": memory}
+    limits = {"chars": MAX_CHARS + 8 * length, "seconds": seconds, "bytes": memory, "before": n_before}
     raw = _answer(json.dumps({"template": template, "variables": variables, **limits}, ensure_ascii=False))
     try:
         ((kind, text),) = json.loads(raw.decode("utf-8", "surrogatepass")).items()

@@ -11,11 +11,11 @@ does not escape HTML, `break` and `continue`, and `{% generation %}` blocks, whi
 import json
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -36,18 +36,38 @@ def main() -> None:
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
     try:
-        answer = render(request["template"], request["variables"], request["chars"])
+        answer = render(request["template"], request["variables"], request["chars"], request["before"])
         raw = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except MemoryError:
         raw = b'{"failed": "it takes too much memory"}'
     sys.stdout.buffer.write(raw)
 
 
-def render(template: str, variables: Mapping[str, Any], chars: int) -> dict[str, str]:
-    """Return what `main` answers: a text of at most `chars` characters, or a failure. MemoryError is not caught."""
+def render(template: str, variables: Mapping[str, Any], chars: int, n_before: int = 0) -> dict[str, str]:
+    """Return what `main` answers: a text of at most `chars` characters, or a failure. MemoryError is not caught.
+
+    The messages are rendered as they are. If the template refuses them, or leaves a system message out, they are
+    changed step by step (see `_forms`) until it takes them. The first `n_before` messages stay as they are.
+    """
+    try:
+        compiled, answer = _sandbox().from_string(template), dict[str, str]()
+        for form in _forms(variables.get("messages", []), n_before):
+            given = {**variables, "messages": form}
+            found = _written(compiled, given, chars)
+            if "text" in found and _has_system(compiled, given):
+                return found
+            answer = answer or found
+    except MemoryError:
+        raise
+    except Exception as error:
+        return _failed(error)
+    return answer
+
+
+def _written(compiled: Template, variables: Mapping[str, Any], chars: int) -> dict[str, str]:
     pieces, length = [], 0
     try:
-        for piece in _sandbox().from_string(template).generate(variables):
+        for piece in compiled.generate(variables):
             length += len(piece)
             if length > chars:
                 return {"failed": f"it makes a text of more than {chars} characters"}
@@ -57,9 +77,64 @@ def render(template: str, variables: Mapping[str, Any], chars: int) -> dict[str,
     except MemoryError:
         raise
     except Exception as error:  # any exception inside a template is the template's fault
-        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        return {"failed": f"{kind}{error}"[:MAX_MESSAGE]}
+        return _failed(error)
     return {"text": "".join(pieces)}
+
+
+def _failed(error: Exception) -> dict[str, str]:
+    kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+    return {"failed": f"{kind}{error}"[:MAX_MESSAGE]}
+
+
+def _forms(messages: list[dict[str, Any]], n_before: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield the messages, then forms of them with the same texts that more and more templates take.
+
+    All system texts in front; then neighbours of one role joined; then the system texts in the first user's message;
+    at last an empty message of the user in front of an answer that stands first.
+    """
+    before, rest = messages[:n_before], messages[n_before:]
+    others = [message for message in rest if message["role"] != "system"]
+    texts = [message["content"] for message in rest if message["role"] == "system"]
+    told = "\n\n".join(texts)
+    front = [{"role": "system", "content": told}, *others] if texts else others
+    at = next((i for i, message in enumerate(others) if message["role"] == "user"), len(others))
+    asked = [{"role": "user", "content": told}, *others[at : at + 1]]
+    users = [*others[:at], *_joined(asked), *others[at + 1 :]] if texts else others
+    begun = users if users and users[0]["role"] == "user" else [{"role": "user", "content": ""}, *users]
+    forms = [rest, *([] if n_before else [front, _joined(front)]), users, _joined(users), _joined(begun)]
+    for number, form in enumerate(forms):
+        if form not in forms[:number]:
+            yield [*before, *form]
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which neighbours of one role, but for results of calls, are one."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if not found or message["role"] == "tool" or message["role"] != found[-1]["role"]:
+            found.append(message)
+            continue
+        last = found[-1]
+        texts: dict[str, Any] = {
+            name: "\n\n".join(filter(None, (last.get(name), message.get(name))))
+            for name in ("content", "reasoning_content")
+            if name in last or name in message
+        }
+        calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
+        found[-1] = {**last, **texts, **({"tool_calls": calls} if calls else {})}
+    return found
+
+
+def _has_system(compiled: Template, variables: Mapping[str, Any]) -> bool:
+    """Return whether the template writes each system message. Its texts are replaced, and others are cut short."""
+    marks, messages = list[str](), list[dict[str, Any]]()
+    for message in variables.get("messages", []):
+        text = (message["content"] or "")[:64]
+        if message["role"] == "system":
+            marks.append(text := f"{len(marks)}\ufdefmark")
+        messages.append({**message, "content": text})
+    found = _written(compiled, {**variables, "messages": messages}, 1 << 20).get("text", "") if marks else ""
+    return all(mark in found for mark in marks)
 
 
 class _RefusedMessages(TemplateError):

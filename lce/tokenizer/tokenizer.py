@@ -178,7 +178,7 @@ class Tokenizer:
         given: dict[str, str | bool] = {**special, "add_generation_prompt": add_generation_prompt}
         before = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _SAID}] if following else []
         template = (self.tool_template if variables and variables.get("tools") else None) or self.require_chat()
-        chat = render_chat(template, [*before, *messages], given, self._controls, variables)
+        chat = render_chat(template, [*before, *messages], given, self._controls, variables, len(before))
         if not following:
             return chat
         at = chat.text.find(_SAID) + len(_SAID)

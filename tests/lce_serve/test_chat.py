@@ -140,7 +140,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     *(({"messages": None}, "messages"), ({"messages": []}, "messages")),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     *(({"temperature": "hot"}, "temperature"), ({"temperature": True}, "temperature"), ({"n": 9}, "n")),
     *(({"max_tokens": 0}, "max_tokens"), ({"stream": "yes"}, "stream"), ({"logit_bias": {"x": 1}}, "logit_bias")),
     *(({"response_format": {"type": "xml"}}, "response_format.type"), ({"tool_choice": "required"}, "tool_choice")),

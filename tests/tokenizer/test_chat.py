@@ -45,10 +45,10 @@ LLAMA2 = """{% if messages[0]['role'] == 'system' %}
 # What published templates use beside plain Jinja.
 SNIPPETS = [
     "{{- bos_token }}{%- if not date is defined %}{%- set date = '26 Jul' %}{%- endif %}{{ date }}",
-    "{%- set ns = namespace(n=0, user=none) %}{%- for m in messages if m.role != 'system' %}\n"
+    "{%- set ns = namespace(n=0, user=none) %}{%- for m in messages if m.role != 'tool' %}\n"
     "    {%- if loop.last %}{% set ns.user = m.content %}{% break %}{% endif %}\n"
     "    {%- set ns.n = ns.n + 1 %}\n{%- endfor %}\n{{ ns.n ~ ns.user }}",
-    "{%- for m in messages | rejectattr('role', 'equalto', 'system') %}{{ m['content'] | trim + '|' }}{% endfor %}",
+    "{%- for m in messages | rejectattr('role', 'equalto', 'tool') %}{{ m['content'] | trim + '|' }}{% endfor %}",
     "{%- generation %}{{- ' ' + messages[0]['content'] + eos_token }}{%- endgeneration %}",
     "{{ {'a': '<é&>', 'b': [1]} | tojson }}{{ [1] | tojson(indent=2) }}{{ nothing }}",
     "{%- if add_generation_prompt %}\n    {{- 'assistant\\n' }}\n{%- endif %}\n",
@@ -64,6 +64,11 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
+def joined(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
+    """The messages with the system text in the first user's message."""
+    return messages([("user", f"{turns[0][1]}\n\n{turns[1][1]}"), *turns[2:]])
+
+
 def rendered(template: str, turns: list[tuple[str, str]] = CONVERSATIONS[0], prompt: bool = True) -> str:
     special: dict[str, str | bool] = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": prompt}
     return render_chat(template, messages(turns), special).text
@@ -76,6 +81,8 @@ def test_as_transformers_renders(template: str, turns: list[tuple[str, str]], pr
     words = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, "<s>"))
     oracle = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", chat_template=template)
     expected = oracle.apply_chat_template(messages(turns), tokenize=False, add_generation_prompt=prompt)
+    if turns[0][0] == "system" and turns[0][1] not in expected:  # transformers loses it
+        expected = oracle.apply_chat_template(joined(turns), tokenize=False, add_generation_prompt=prompt)
     assert rendered(template, turns, prompt) == expected
 
 
@@ -104,7 +111,7 @@ def test_a_template_refuses_messages_in_one_line() -> None:
     long = "{{ raise_exception('a\\n\x1b[2J' ~ 'b' * 9999) }}"
     for template, words in ((LLAMA2, "Roles must alternate"), (long, "bbb")):
         with pytest.raises(DataError) as error:
-            rendered(template, [("assistant", "first")])
+            rendered(template, [("user", "first"), ("tool", "1"), ("tool", "2")])
         assert words in one_line(error)
         assert one_line(error).isprintable()
 
