@@ -25,6 +25,7 @@ from lce.progress import notice
 
 # A context of more than `ALWAYS_SAVED` tokens is saved if less than 15/16 of it is in another context's file.
 ALWAYS_SAVED, SAVED_SHARE = 4096, 16
+LEAST_UNSAVED = 256 << 20  # bytes of contexts that may wait for the saver, however small the budget is
 LEAST_SHARED = 16  # tokens: a fork is not made for fewer
 FORKED_TOKENS = 128  # copying so many tokens' keys and values for a first fork takes less time than reading one token
 
@@ -160,18 +161,21 @@ class PrefixCache(Unique):
     def shrink(self, n_bytes: int = 0) -> bool:
         """Drop contexts from memory, the least recently used first, until the budget is kept and `n_bytes` are freed.
 
-        A context that has a file stays in the cache. One that is yet to be saved is saved first, by the saver. Returns
-        whether memory was freed, or will be.
+        A context that has a file stays in the cache. One that is yet to be saved is saved first, by the saver, unless
+        those that wait for the saver fill the budget and `LEAST_UNSAVED` bytes. Returns whether memory was freed, or
+        will be.
         """
         with self._lock:
             if (excess := max(n_bytes, self.memory_bytes - self.memory)) <= 0:
                 return False
             held = sorted((each for each in self._entries if each.context), key=lambda each: each.used)
+            unsaved_bytes, most_unsaved = 0, max(self.memory, LEAST_UNSAVED)
             for entry in held:
                 if excess <= 0:
                     break
                 excess -= entry.memory_bytes
-                if self._files is not None and (entry.busy or entry.is_unsaved):
+                if self._files is not None and (entry.busy or (entry.is_unsaved and unsaved_bytes < most_unsaved)):
+                    unsaved_bytes += entry.memory_bytes
                     entry.urgent = True
                     self._files.wake()
                     continue

@@ -490,6 +490,20 @@ def test_many_kept_contexts_cost_a_request_little(full: lce.Engine) -> None:
     assert weighed.call_count < 10
 
 
+def test_contexts_that_wait_to_be_saved_have_a_bound(
+    full: lce.Engine, cache: PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "LEAST_UNSAVED", 0)
+    cache._files.wake = lambda: None  # type: ignore[union-attr, method-assign]  # a disk that is never ready
+    with full.batch() as batch:
+        batch._prefixes = batch._scheduler.prefixes = cache
+        within(batch.stream(tokens(40), max_tokens=1).finish)
+        cache.memory = 3 * cache.memory_bytes
+        for seed in range(1, 20):
+            within(batch.stream(tokens(40, seed=seed), max_tokens=1).finish)
+        assert cache.memory <= cache.memory_bytes <= 2 * cache.memory + cache.memory // 3
+
+
 def test_a_new_batch_knows_the_files_at_once(full: lce.Engine, tmp_path: Path) -> None:
     with full.batch(cache_dir=tmp_path) as batch:
         for seed in range(3):
