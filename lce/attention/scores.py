@@ -118,7 +118,7 @@ def sum_heads(scores: Tensor, together: int) -> Tensor:
     if together == 1:
         return scores
     first, *others = scores.float().unflatten(0, (-1, together)).unbind(1)
-    total = first.clone()
+    total: Tensor = first.clone()
     for some in others:
         total += some
     return total
