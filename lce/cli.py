@@ -57,12 +57,14 @@ def cli() -> None:
 @options.target_options("save", "Keep text and answer as a context, to continue with --context.", required=False)
 @flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=options.COUNT, default=256)
 @options.method_or_context_options
-@options.sampling_options
+@options.given_sampling_options
 @options.divided_loading_options
 @options.output_options
 @options.opened
 def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, output: Output, **how: Any) -> None:
     """Continue a prompt, or answer it with --chat.
+
+    A chat's sampling is that of `lce chat`; other text takes the likeliest token unless options say otherwise.
 
     The text alone goes to stdout, as it is written; progress and figures go to stderr.
 
@@ -71,16 +73,21 @@ def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, o
 
     With --context, the method, its knobs, the window, RoPE scaling and dtype are those of the file.
     """
+    given = how.pop("sampling")
+    sampling = lce.Sampling(**given)  # raises an error for a wrong option before the model is loaded
     engine, context = opening.load(str(prompt), how["max_tokens"])
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
         if isinstance(prompt, str):
+            how["sampling"] = options.seeded(sampling)
             ids = engine.tokenizer.encode(prompt, bos=None if context is None else False)
             asked = engine.new_context(len(ids) + how["max_tokens"]) if context is None else context
             stream, n_tokens = engine.stream(ids, context=asked, progress=bar, **how), len(asked) + len(ids)
         else:
             asked = engine.conversation(context=context)
-            stream, n_tokens = asked.stream(prompt, progress=bar, **how), asked.tokens_read + len(asked.context or ())
+            stream, n_tokens = asked.stream(prompt, progress=bar, **how, **given), asked.tokens_read
+            n_tokens += len(asked.context or ())
+            chat_sampling(engine, given, output)  # says what it is, now that the messages are checked
         if save.path is not None:
             engine.setup.files.check_space(Path(save.path), n_tokens + how["max_tokens"])
         output.generation(stream)
@@ -110,8 +117,8 @@ def chat(opening: Opening, text: tuple[str, ...], system: str | None, output: Ou
     A line of stdin is a message; /help lists the commands. Each turn reads only what is new. The answers alone go to
     stdout. Ctrl-C stops an answer, Ctrl-D ends the chat.
 
-    Options of sampling that are left out are as the model's generation_config.json has them. If it has none, a
-    frequency_penalty of 0.5 is all. --temperature 0 is greedy.
+    Options of sampling that are left out are as the model's makers recommend, in generation_config.json or the GGUF
+    file. If they recommend nothing, a frequency_penalty of 0.5 is all. --temperature 0 is greedy.
     """
     first, sampling = " ".join(text), answering["sampling"]
     if text and not first.strip():

@@ -60,6 +60,7 @@ class _Form(OpenAIForm):
             )
             choices.append(
                 {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
+                | choice.seed
             )
         return {**self._common, "object": "chat.completion", "choices": choices, "usage": openai_usage(run)}
 
@@ -69,7 +70,7 @@ class _Form(OpenAIForm):
             yield self._chunk(choice.index, {"role": "assistant", "content": ""})
         async for each in events:
             if isinstance(each, Ended):
-                yield self._chunk(each.index, {}, reason=each.reason)
+                yield self._chunk(each.index, {}, finish_reason=each.reason, **run.choices[each.index].seed)
                 continue
             if each.text or each.logprobs:
                 yield self._chunk(each.index, {"content": each.text}, each.logprobs)
@@ -80,10 +81,9 @@ class _Form(OpenAIForm):
         for last in self._ends(run):
             yield last
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: list[Any] | None = None, reason: str = "") -> bytes:
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, **more: Any) -> bytes:
         found = {"content": self._logprobs(logprobs), "refusal": None} if logprobs else None
-        choice = {"index": index, "delta": delta, "logprobs": found, "finish_reason": reason or None}
-        return self._event(choice)
+        return self._event({"index": index, "delta": delta, "logprobs": found, "finish_reason": None, **more})
 
     def _logprobs(self, found: list[Any]) -> list[dict[str, Any]]:
         return [

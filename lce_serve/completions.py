@@ -148,6 +148,7 @@ class _Form(OpenAIForm):
                 each.text,
                 each.reason,
             )
+            | each.seed
             for each in run.choices
         ]
         return {**self._common, "choices": choices, "usage": openai_usage(run)}
@@ -161,7 +162,8 @@ class _Form(OpenAIForm):
             yield self._event(made)
         async for each in events:
             if isinstance(each, Ended):
-                yield self._event(self._choice(each.index, _Tokens(), _Tokens(), "", each.reason))
+                ended = self._choice(each.index, _Tokens(), _Tokens(), "", each.reason)
+                yield self._event(ended | run.choices[each.index].seed)
                 continue
             said = self._said(each.logprobs)
             yield self._event(self._choice(each.index, _Tokens(), said, each.text, None, offsets[each.index]))

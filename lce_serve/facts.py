@@ -41,6 +41,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "lce",
         "max_model_len": _longest(engine),
         "meta": {"n_vocab": engine.setup.model.config.vocab_size, "window": engine.window},
+        "sampling": engine.setup.sampling_for({}),
     }
 
 
@@ -76,7 +77,7 @@ async def props(service: Service, request: Request) -> Response:
             "method": repr(engine.method),
             "window": engine.window,
             "methods": lce.methods.available(),
-            "default_generation_settings": {"n_ctx": _longest(engine)},
+            "default_generation_settings": {"n_ctx": _longest(engine), "params": engine.setup.sampling_for({})},
             "modalities": {"vision": False, "audio": False},
         }
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lce
@@ -73,8 +73,15 @@ class Choice:
         self._shorter = shorter
         self.text, self.calls = "", list[Call]()
         self.reason = ""
+        self.copies = list[Choice]()  # choices of the same stream, because nothing is drawn
         self._reader = CallReader(tools) if tools.callable else None
         self._n_logprobs = 0
+
+    @property
+    def seed(self) -> dict[str, int]:
+        """The field `seed` of the answer, which says how to draw it again; empty if nothing is drawn."""
+        found = self.stream.result.seed
+        return {} if found is None else {"seed": found}
 
     @property
     def logprobs(self) -> list[Any] | None:
@@ -115,6 +122,8 @@ class Choice:
         """Note why the choice ended."""
         reason = self.stream.result.finish_reason
         self.reason = "length" if reason == "length" else "tool_calls" if self.calls else "stop"
+        for copy in self.copies:
+            copy.stream, copy.text, copy.calls, copy.reason = self.stream, self.text, self.calls, self.reason
         return Ended(self.index, self.reason)
 
 
@@ -128,7 +137,9 @@ class Run:
     async def events(self) -> AsyncGenerator[Delta | Ended]:
         """Yield the events of all choices, in the order in which they happen."""
         queue: asyncio.Queue[Delta | Ended | BaseException] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._follow(choice, queue)) for choice in self.choices]
+        copies = {id(copy) for choice in self.choices for copy in choice.copies}
+        firsts = [choice for choice in self.choices if id(choice) not in copies]
+        tasks = [asyncio.create_task(self._follow(choice, queue)) for choice in firsts]
         try:
             left = len(tasks)
             while left:
@@ -136,7 +147,8 @@ class Run:
                 if isinstance(event, BaseException):
                     raise event
                 left -= isinstance(event, Ended)
-                yield event
+                for each in (event, *(replace(event, index=x.index) for x in self.choices[event.index].copies)):
+                    yield each
         finally:
             for task in tasks:
                 task.cancel()
@@ -217,8 +229,11 @@ async def begin(service: Service, record: Record, asked: Asked) -> Run:
         submission.cancel()
         raise
     pairs = zip(submission.streams, submission.shorter, strict=True)
-    notes = constraints[0].notes if constraints else []
-    return Run(service, record, asked, [Choice(i, x, asked.tools, again) for i, (x, again) in enumerate(pairs)], notes)
+    choices = [Choice(i, x, asked.tools, again) for i, (x, again) in enumerate(pairs)]
+    for choice in choices:
+        if (first := choices[submission.streams.index(choice.stream)]) is not choice:
+            first.copies.append(choice)
+    return Run(service, record, asked, choices, constraints[0].notes if constraints else [])
 
 
 class _Submission:
@@ -231,21 +246,28 @@ class _Submission:
         self.shorter: list[Shorter] = []  # see `Choice`; one for each stream
 
     def run(self) -> None:
-        """Render and encode all prompts, then start their streams."""
+        """Render and encode all prompts, then start their streams: one for equal prompts if nothing is drawn."""
         asked = self._asked
         engine, self._start = beginning(self._service, asked.context, asked.method, asked.method_options)
         self._setup, before = engine.setup, 0 if self._start is None else len(self._start)
+        given = engine.setup.sampling_for(asked.options, several=asked.n > 1)
+        begun: dict[tuple[int, ...], list[int]] = {}  # the numbers of the streams of each prompt
         for make in asked.prompts:
             prompt = make()
             ids = prompt if isinstance(prompt, list) else engine.tokenizer.encode_parts(prompt)
             most = room(engine, before + len(ids), asked.max_tokens)
-            for number in range(asked.n):
-                options = dict(asked.options)
+            same = begun.setdefault(tuple(ids), [])
+            for _ in range(asked.n):
+                options = dict(given)
                 if self._constraints:
                     options["constraint"] = self._constraints[len(self.streams)]
-                if number and options.get("seed") is not None:
-                    options["seed"] = (options["seed"] + number) % 2**63
-                stream, shorter = self._begin(prompt, most, options)
+                if same and options.get("seed") is not None:
+                    options["seed"] = (options["seed"] + len(same)) % 2**63
+                if same and not options.get("temperature"):
+                    stream, shorter = self.streams[same[0]], self.shorter[same[0]]
+                else:
+                    stream, shorter = self._begin(prompt, most, options)
+                same.append(len(self.streams))
                 self.streams.append(stream)
                 self.shorter.append(shorter)
                 if self._cancelled:

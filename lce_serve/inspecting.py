@@ -49,6 +49,7 @@ async def inspect(service: Service, request: Request, fields: Fields) -> Respons
         cut = max(len(ids) - LAST, 0 if before else 1)
         if cut >= len(ids):
             raise Refusal(400, "the prompt is too short; expected two tokens or more", "prompt")
+        sampling.update(engine.setup.sampling_for(sampling))
         return batch.read(ids[:cut], method=engine.setup, context=start), ids[cut:]
 
     stream, rest = await asyncio.to_thread(begin)

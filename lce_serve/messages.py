@@ -147,7 +147,14 @@ class _Form:
             "cache_creation_input_tokens": 0,
             "output_tokens": generated,
         }
-        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "usage": usage}
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "usage": usage,
+            **run.choices[0].seed,
+        }
 
     def _stop(self, choice: Choice) -> dict[str, Any]:
         """Return why the answer ended. The text before a stop string says which one it was."""

@@ -199,6 +199,7 @@ class _Form:
         }
         return {
             **self._common,
+            **run.choices[0].seed,
             "status": "incomplete" if cut else "completed",
             "output": items,
             "usage": usage,

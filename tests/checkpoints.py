@@ -60,13 +60,13 @@ def randomise(model: Any, seed: int = 0) -> None:
 
 
 def save_chat(folder: Path, template: str, **changes: Any) -> Path:
-    """A random model that chats: `<|turn|>` and `<|end|>` are special tokens, 300 and 301, and end of turn is 301."""
+    """A random model that chats: `<|turn|>` is 300, `<|end|>` 301, the end of a turn; answers are greedy."""
     save_tiny(folder, vocab_size=VOCAB + 4, **changes)
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     library.add_special_tokens(["<|turn|>", "<|end|>"])
     library.save(str(folder / "tokenizer.json"))
     _write(folder, "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
-    _write(folder, "generation_config.json", {"eos_token_id": [1, VOCAB + 1]})
+    _write(folder, "generation_config.json", {"eos_token_id": [1, VOCAB + 1], "do_sample": False})
     return folder
 
 

@@ -74,6 +74,11 @@ class Options(Record):
     logprobs: int | None = option(None, parse=Counted(0))
     progress: Progress | bool | None = None
 
+    @property
+    def seed(self) -> int | None:
+        """The seed by which tokens are drawn; None if none is drawn."""
+        return self.sampling.seed if self.sampling.temperature else None
+
 
 def generation_options(given: Mapping[str, Any]) -> Options:
     """Check the options of a generation. Raises `UsageError` for an unknown option and an unusable value."""

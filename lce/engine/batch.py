@@ -21,7 +21,7 @@ from lce.engine.context import Context, Unique, own_context
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import BatchStream, Request
-from lce.engine.running import checked_options, prompt_ids
+from lce.engine.running import checked_options, prompt_ids, seeded
 from lce.engine.scheduler import Scheduler
 from lce.engine.setup import Setup
 from lce.engine.stream import Generation
@@ -163,7 +163,7 @@ class Batch(Unique):
             raise UsageError("this batch runs in the process that made it; make another one here")
         setup = self.setup_of(method, knobs)
         start = own_context(setup, context)
-        options = checked_options(setup, {"max_tokens": 1} if given is None else given)
+        options = seeded(checked_options(setup, {"max_tokens": 1} if given is None else given))
         chat = prompt if isinstance(prompt, ChatText) else None
         ids = prompt_ids(setup, prompt, start) if chat is None else setup.tokenizer.encode_parts(chat)
         request = Request(setup, chat, ids, options, start, given is None, hand_over)
@@ -173,6 +173,7 @@ class Batch(Unique):
         request.asked = time.perf_counter()
         request.result.stats.prompt_tokens = len(ids)
         request.result.logprobs = None if options.logprobs is None else []
+        request.result.seed = options.seed
         request.result.warning = setup.warn(len(ids) + (0 if start is None else len(start)))
         self._scheduler.submit(request)
         return BatchStream(request)

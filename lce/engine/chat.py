@@ -106,14 +106,17 @@ class Conversation(Unique):
         return [dict(message) for message in (*self._past.messages, *(turn.messages if turn else ()))]
 
     def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
-        """Generate the answer to one or more messages. Takes the options of `Engine.generate` except `context`."""
+        """Generate the answer to one or more messages. Takes the options of `Engine.generate` except `context`.
+
+        Knobs of sampling that are left out are as the model's makers recommend: see `Setup.sampling_for`.
+        """
         return self.stream(message, **options).finish()
 
     def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
         """Answer like `ask`, but stream the text. A turn that fails before its answer begins leaves no message."""
         if options.pop("context", None) is not None:
             raise UsageError("a conversation has a context of its own; give one when the conversation is made")
-        checked = checked_options(self.setup, options)
+        checked = checked_options(self.setup, self.setup.sampling_for(options))
         self._settle()
         new: list[Any] = [{"role": "user", "content": message}]
         if not isinstance(message, str):  # `render_chat` checks the messages

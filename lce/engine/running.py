@@ -18,7 +18,7 @@ from lce.engine.stream import CancelFlag, Generation, Piece, Stream
 from lce.errors import UsageError
 from lce.methods.run import Driver
 from lce.models.products import Slices
-from lce.models.ranks import Facts
+from lce.models.ranks import ALONE, Facts, Ranks
 from lce.progress import Progress, reported
 from lce.system import uses_threads
 from lce.tokenizer.tokenizer import NoTokenizer
@@ -62,14 +62,19 @@ def agreed_ids(setup: Setup, prompt: object, context: Context | None = None, **h
     return setup.ranks.together(lambda: prompt_ids(setup, prompt, context), facts_of)
 
 
+def seeded(options: Options, ranks: Ranks = ALONE) -> Options:
+    """Return options that have a seed if tokens are drawn. Ranks with one seed draw the same tokens."""
+    if options.sampling.seed is not None or options.sampling.temperature == 0:
+        return options
+    return replace(options, sampling=replace(options.sampling, seed=ranks.exchange(secrets.randbits(32))[0]))
+
+
 def stream(setup: Setup, prompt: object, options: Options, flag: CancelFlag, rest: Rest = "answer") -> Stream:
     """Return a stream of the answer to a prompt; `rest` stays in the context if the generation fails."""
     how = {name: value for name, value in vars(options.sampling).items() if not callable(value)}
     ids = agreed_ids(setup, prompt, options.context, max_tokens=options.max_tokens, **how)
-    if setup.ranks.count > 1 and options.sampling.seed is None and not options.sampling.greedy:
-        seed = setup.ranks.exchange(secrets.randbits(62))[0]  # ranks with one seed draw the same tokens
-        options = replace(options, sampling=replace(options.sampling, seed=seed))
-    result = Generation(logprobs=None if options.logprobs is None else [])
+    options = seeded(options, setup.ranks)
+    result = Generation(logprobs=None if options.logprobs is None else [], seed=options.seed)
     result.warning = setup.warn(len(ids) + len(options.context or ()))
     return Stream(_pieces(setup, ids, options, result, flag, rest), result, flag)
 

@@ -59,7 +59,8 @@ class Generation:
 
     `finish_reason` says why the text ended: `stop` for an end token or the option `stop`, `length` for `max_tokens`,
     `cancelled` for a stream that was ended early. It is empty until the text ends. `logprobs`, if requested, has an
-    entry for each token. `warning` says that the text became longer than the method can read.
+    entry for each token. `warning` says that the text became longer than the method can read. `seed` draws the same
+    tokens again; None if nothing was drawn.
     """
 
     text: str = ""
@@ -68,6 +69,7 @@ class Generation:
     stats: Stats = field(default_factory=Stats)
     logprobs: list[TokenLogprobs] | None = None
     warning: str | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

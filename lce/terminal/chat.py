@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,11 +30,6 @@ HELP = """\
 /exit       end; so does Ctrl-D. Ctrl-C stops an answer.
 A pasted text is one message. Three quotation marks begin a message of several lines, and end it.
 A line that begins with // is a message that begins with /."""
-
-# The sampling of a chat with a model that recommends none, chosen by trials with SmolLM2-135M-Instruct. Without a
-# penalty the model repeated sentences without end, at temperature 0.7 too. A repetition penalty counts the words of the
-# document that is asked about, and hid facts in it.
-MILD: dict[str, Any] = {"frequency_penalty": 0.5}
 
 TURNS_SHOWN = 3  # A chat that goes on shows this many of its last turns.
 
@@ -204,16 +199,16 @@ def turns_of(tokenizer: "Tokenizer", token_ids: Sequence[int]) -> list[tuple[str
 
 
 def chat_sampling(engine: "lce.Engine", given: Mapping[str, Any], output: Output) -> "lce.Sampling":
-    """Return and print a chat's sampling: the options `given`, else the model's own, else `MILD`; greedy at 0."""
+    """Return and print a conversation's sampling: `Setup.sampling_for` the options `given`."""
+    sampling, greedy = lce.Sampling(**engine.setup.sampling_for(given)), lce.Sampling()
     if given.get("temperature") == 0:
-        return options.seeded(lce.Sampling(**given))
-    own = engine.setup.recommended_sampling
-    sampling, greedy = replace(own or lce.Sampling(**MILD), **given), lce.Sampling()
-    source = "the model's generation_config.json" if own else "lce's own, since the model recommends none"
+        return options.seeded(sampling)
+    source = "its makers recommend" if engine.setup.recommended_sampling else "of lce, since its makers recommend none"
     knobs = [knob.name for knob in fields(sampling) if knob.name not in ("temperature", "seed", "stop")]
     used = [f"{knob} {getattr(sampling, knob):g}" for knob in knobs if getattr(sampling, knob) != getattr(greedy, knob)]
-    first = f"temperature {sampling.temperature:g}" if sampling.temperature else "the likeliest token"
-    text = ", ".join([first, *used])
+    text = ", ".join(
+        [f"temperature {sampling.temperature:g}" if sampling.temperature else "the likeliest token", *used]
+    )
     output.figures(f"lce: sampling: {text} ({source}); --temperature 0 is greedy, without penalties")
     return options.seeded(sampling)
 

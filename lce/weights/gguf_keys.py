@@ -22,6 +22,9 @@ _LARGEST = 2**31 - 1
 _KINDS = ("none", "linear", "yarn")
 # The windows that llama3 scaling is looked for with. Conversion takes Llama's own, the first, for most models.
 _WINDOWS = (8192, *(2**n for n in range(4, 24)))
+# What a file recommends, by the names in generation_config.json.
+SAMPLING = {name: f"general.sampling.{name}" for name in ("top_k", "top_p", "min_p")}
+SAMPLING |= {"temperature": "general.sampling.temp", "repetition_penalty": "general.sampling.penalty_repeat"}
 _YARN = {  # keys of the file, and of config.json
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",

@@ -22,6 +22,7 @@ from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.folder import CONFIG, GENERATION, VOCABULARIES
 from lce.weights.gguf_file import SHARD, GgufFile, read_gguf
+from lce.weights.gguf_keys import SAMPLING, decimal
 from lce.weights.gguf_model import model_in
 from lce.weights.hub import HubId, Snapshot, fetched
 from lce.weights.safetensors_file import few
@@ -113,7 +114,9 @@ class GgufSource(Source):
     @cached_property
     def generation_config(self) -> Mapping[str, Any]:
         ids = end_ids(self._file.metadata)
-        return {"eos_token_id": ids} if ids else {}
+        found = {knob: value for knob, key in SAMPLING.items() if (value := self._file.metadata.get(key)) is not None}
+        found = {knob: decimal(value) if isinstance(value, float) else value for knob, value in found.items()}
+        return found | ({"eos_token_id": ids} if ids else {})
 
     @cached_property
     def checkpoint(self) -> Checkpoint:

@@ -53,7 +53,7 @@
       if (said.error) throw new Error(said.error.message);
       const [choice] = said.choices;
       const text = choice?.delta?.content || choice?.text;
-      yield { text, reason: choice?.finish_reason, usage: said.usage };
+      yield { text, reason: choice?.finish_reason, usage: said.usage, seed: choice?.seed };
     }
     throw new Error("The answer broke off.");
   }
@@ -136,8 +136,9 @@
   function request(question) {
     const document = documentText(),
       text = (turn, i) => (i || !document ? turn.question : `${document}\n\n${turn.question}`),
-      temperature = Number(get("temperature").value),
-      body = { max_tokens: Number(get("tokens").value), temperature };
+      temperature = get("temperature").value,
+      body = { max_tokens: Number(get("tokens").value) };
+    if (temperature) body.temperature = Number(temperature); // else as the model's makers recommend
     const asked = [...turns, { question }];
     if (props.chat_template)
       body.messages = asked.flatMap((turn, i) => [
@@ -195,10 +196,11 @@
     turn.sent = performance.now();
     const stream = await ask(path, { ...turn.body, ...more }, signal);
     busy(true, "reading …");
-    for await (const { done, total, text, reason, usage } of pieces(stream)) {
+    for await (const { done, total, text, reason, usage, seed } of pieces(stream)) {
       if (total && !turn.answer) progress(done, total);
       turn.reason = reason || turn.reason;
       turn.usage = usage || turn.usage;
+      if (seed !== undefined) turn.body.seed = seed; // Watch draws the same tokens again
       if (!text) continue;
       turn.last = performance.now();
       turn.first ??= turn.last;

@@ -71,20 +71,26 @@ def test_a_first_message_and_messages_of_several_lines(chatty: Path, engine: lce
 
 
 def test_sampling_is_what_the_model_recommends_and_is_said(chatty: Path, tmp_path: Path) -> None:
-    shutil.copytree(chatty, tmp_path, dirs_exist_ok=True)
+    plain, tmp_path = tmp_path / "plain", tmp_path / "own"
+    for folder in (plain, tmp_path):
+        shutil.copytree(chatty, folder)
+    (plain / "generation_config.json").unlink()
     own = {"do_sample": True, "temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
     args, how = ("chat", "--max-tokens", "9", "--seed", "1", "--model"), {"max_tokens": 9, "seed": 1}
     for folder, more, sampling, said in (
-        (tmp_path, (), own, "temperature 0.9, top_k 20, repetition_penalty 1.2 (the model's generation_config.json)"),
+        (tmp_path, (), own, "temperature 0.9, top_k 20, repetition_penalty 1.2 (its makers recommend)"),
         (tmp_path, ("--top-k", "3"), own | {"top_k": 3}, "top_k 3"),
-        (chatty, (), {"frequency_penalty": 0.5}, "the likeliest token, frequency_penalty 0.5 (lce's own, since"),
+        (plain, (), {"frequency_penalty": 0.5}, "the likeliest token, frequency_penalty 0.5 (of lce, since"),
     ):
         result, knobs = run(*args, folder, *more, "Hi"), {k: x for k, x in sampling.items() if k != "do_sample"}
-        assert result.stdout == lce.load(folder).chat("Hi", **how, **knobs).text + "\n"
+        assert result.stdout == lce.load(folder).chat("Hi", **how, sampling=knobs).text + "\n"
+        assert lce.load(folder).chat("Hi", **how, **({"top_k": 3} if more else {})).text + "\n" == result.stdout
+        asked = run("generate", "--chat", *args[1:], folder, *more, "Hi")
+        assert (asked.stdout, asked.stderr.count(said)) == (result.stdout, 1)
         assert result.stderr.count("lce: sampling: ") == result.stderr.count(said) == 1
     greedy = run(*args, tmp_path, *GREEDY, "Hi")
-    assert greedy.stdout == lce.load(tmp_path).chat("Hi", max_tokens=9).text + "\n"
+    assert greedy.stdout == lce.load(tmp_path).chat("Hi", max_tokens=9, temperature=0).text + "\n"
     assert "lce: sampling" not in greedy.stderr
     assert_error(run(*args, tmp_path / "none", "--top-p", "7"), 2, "top_p is 7.0")
 
