@@ -43,7 +43,17 @@ def test_json_is_one_object(tiny_model: Path) -> None:
     result = run("generate", "--model", tiny_model, "--prompt", PROMPT, "--max-tokens", "5", "--json", *knobs)
     assert (result.exit_code, result.stderr) == (0, "")
     got = json.loads(result.stdout)
-    assert set(got) == {"text", "token_ids", "finish_reason", "logprobs", "warning", "method", "stats", "context"}
+    assert set(got) == {
+        "text",
+        "token_ids",
+        "finish_reason",
+        "logprobs",
+        "warning",
+        "seed",
+        "method",
+        "stats",
+        "context",
+    }
     method, stats = got["method"], got["stats"]
     assert got["finish_reason"] in ("stop", "length")
     assert (method["name"], method["knobs"]["chunks"]) == ("longheads", 4)

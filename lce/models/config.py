@@ -166,9 +166,11 @@ class RopeConfig:
     def reach(self, window: int) -> int:
         """Return how many positions a model with this scaling can be trusted on.
 
-        As in vLLM, this is the factor times the window before scaling, but at least `window`: Llama 3.1 announces
-        131,072 positions, which is more than its factor 8 times 8,192.
+        As in vLLM, this is the factor times the window before scaling, but at least `window`. A config's llama3 scaling
+        promises nothing beyond `window`: Llama 3.2 was trained on 131,072 positions, and has a factor of 32 over 8,192.
         """
+        if self.kind == "llama3" and self.original_window:
+            return window
         scaled = 0 if self.kind == "none" else int((self.original_window or window) * self.factor)
         return max(window, scaled)
 

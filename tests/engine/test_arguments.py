@@ -27,7 +27,15 @@ WRONG: list[Any] = [
     *(object(), int, LongHeads, lambda *_: 1),
     *(np.float32(2), np.zeros((2, 2)), torch.ones(2), torch.tensor(3)),
 ]
-FOR_ENGINES = {"hold", "store_logits", "mark", "go_back", "check_undivided", "warn"}  # what engines call
+FOR_ENGINES = {
+    "hold",
+    "store_logits",
+    "mark",
+    "go_back",
+    "check_undivided",
+    "warn",
+    "sampling_for",
+}  # what engines call
 Q = torch.ones(2, 3, 4)
 
 

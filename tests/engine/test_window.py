@@ -29,6 +29,8 @@ def beyond(method: lce.Method, sliding: int | None, window: int, n_tokens: int) 
         (4096, RopeConfig("ntk", factor=2.0), 8192),
         (4096, RopeConfig("dynamic", factor=2.0), 8192),
         (131072, RopeConfig("llama3", factor=8.0, original_window=8192), 131072),  # Llama 3.1
+        (131072, RopeConfig("llama3", factor=32.0, original_window=8192), 131072),  # Llama 3.2
+        (8192, RopeConfig("llama3", factor=4.0), 32768),  # the user's
         (32768, RopeConfig("yarn", factor=4.0, original_window=32768), 131072),  # Qwen2.5, as its card says
         (131072, RopeConfig("yarn", factor=32.0, original_window=4096), 131072),
         (4096, RopeConfig("yarn", factor=4.0), 16384),  # the user's
