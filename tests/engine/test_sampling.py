@@ -18,7 +18,8 @@ import lce
 from lce.engine.answer import Sampler, probabilities_of
 from lce.engine.arguments import Sampling
 from lce.errors import shown
-from tests.checkpoints import tokens
+from tests.checkpoints import save_tokenizer, tokens
+from tests.gguf_models import as_saved, save_gguf
 
 # Logits on a grid, so that no two that differ are closer than float32 can tell; ties are frequent.
 LOGITS = st.lists(st.integers(-200, 200), min_size=1, max_size=30).map(lambda grid: torch.tensor(grid) / 16.0)
@@ -285,3 +286,13 @@ def test_a_constraint_masks_first_and_is_told_each_token(how: dict[str, Any], en
     assert free is not None
     assert found.logprobs is not None
     assert found.logprobs[0].logprob == dict(free[0].top)[found.token_ids[0]]  # of the model, without the mask
+
+
+def test_what_a_gguf_file_recommends(tiny_model: Path, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    named = {"temp": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "penalty_repeat": 1.05}
+    file = save_gguf(
+        tmp_path / "a.gguf", as_saved(tiny_model), **{f"general.sampling.{k}": x for k, x in named.items()}
+    )
+    own = Sampling(0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.05)
+    assert lce.load(file).setup.recommended_sampling == own
