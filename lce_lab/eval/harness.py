@@ -147,20 +147,13 @@ class LceLM(TemplateLM):
             _log.warning(f"{lost}; {sizes}; give max_length=, or a method that reads on")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a chat. Without a generation prompt, the last message is left open to be continued."""
-        try:
-            return self._chat(chat_history, add_generation_prompt)
-        except DataError:  # some templates refuse system messages
-            users = [message for message in chat_history if message.get("role") != "system"]
-            if not users or len(users) == len(chat_history):
-                raise
-            _log.warning("the chat template refuses these messages; the system's message is left out")
-            return self._chat(users, add_generation_prompt)
+        """Return the text of a chat. Without a generation prompt, the last message is left open to be continued.
 
-    def _chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        Where a template takes no system message, its text stands in the first user's message; `HFLM` leaves it out.
+        """
         if add_generation_prompt:
-            return self.tokenizer.chat(messages)
-        *before, last = messages
+            return self.tokenizer.chat(chat_history)
+        *before, last = chat_history
         text = self.tokenizer.chat([*before, {**last, "content": last["content"] + _MARK}], False)
         begun, found, rest = text.rpartition(_MARK.strip())
         if not found:

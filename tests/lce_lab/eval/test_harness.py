@@ -238,9 +238,8 @@ def test_chats_are_those_of_transformers(template: str, tmp_path: Path) -> None:
 def test_a_template_may_refuse_the_system(tmp_path: Path) -> None:
     lm = model_of(save_chat(tmp_path, STRICT))
     user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be kind"}
-    assert lm.apply_chat_template([system, user]) == lm.apply_chat_template([user])
-    with pytest.raises(lce.DataError):
-        lm.apply_chat_template([system])
+    joined = [{"role": "user", "content": "Be kind\n\nHi"}]
+    assert lm.apply_chat_template([system, user]) == lm.apply_chat_template(joined)
 
 
 def test_the_entry_point_names_the_class() -> None:
