@@ -57,7 +57,7 @@ def cli() -> None:
 @options.target_options("save", "Keep text and answer as a context, to continue with --context.", required=False)
 @flag("--max-tokens -n TOKENS", "Write at most this many tokens.", type=options.COUNT, default=256)
 @options.method_or_context_options
-@options.given_sampling_options
+@options.sampling_options
 @options.divided_loading_options
 @options.output_options
 @options.opened
@@ -75,11 +75,12 @@ def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, o
     """
     given = how.pop("sampling")
     sampling = lce.Sampling(**given)  # raises an error for a wrong option before the model is loaded
+    if isinstance(prompt, str):
+        how["sampling"] = options.seeded(sampling)
     engine, context = opening.load(str(prompt), how["max_tokens"])
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
         if isinstance(prompt, str):
-            how["sampling"] = options.seeded(sampling)
             ids = engine.tokenizer.encode(prompt, bos=None if context is None else False)
             asked = engine.new_context(len(ids) + how["max_tokens"]) if context is None else context
             stream, n_tokens = engine.stream(ids, context=asked, progress=bar, **how), len(asked) + len(ids)
@@ -107,7 +108,7 @@ def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, o
 @options.context_option
 @flag("--max-tokens -n TOKENS", "Tokens of one answer at most.", type=options.COUNT, default=1024)
 @options.method_or_context_options
-@options.given_sampling_options
+@options.sampling_options
 @options.loading_options
 @options.output_options
 @options.opened

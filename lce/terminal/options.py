@@ -209,7 +209,7 @@ prompt_options = packed("prompt", read_prompt, *PROMPT)
 given_prompt_options = packed("prompt", dict, *PROMPT)
 planned_methods_options = packed("methods", named_methods, _METHOD_OR_AUTO, knobs_option, _PREFILL_METHOD)
 method_or_context_options = packed("method", dict, _METHOD_OR_CONTEXT, knobs_option, _PREFILL_METHOD)
-given_sampling_options = packed(  # the options that the command line names, checked by `Sampling(**sampling)`
+sampling_options = packed(  # the options that the command line names, checked by `Sampling(**sampling)`
     "sampling",
     lambda **own: {name: value for name, value in own.items() if value not in (None, ())},
     *flags_of(Sampling, defaults=False).values(),

@@ -101,7 +101,8 @@ class _Row:
         scores, m = self.seen.scores, self.masses.shape[1]
         if scores is None:
             scores = self.masses.new_empty(self.n_heads, 0)
-        known, ranks = scores > -math.inf, scores.argsort(descending=True, stable=True).argsort()
+        later_first = scores.flip(-1).argsort(descending=True, stable=True)  # of equal scores, as methods choose
+        known, ranks = scores > -math.inf, later_first.argsort().flip(-1)
         found = []
         for x, fill in ((scores, math.nan), (ranks, -1)):
             fitted = pad(x.where(known, fill)[:, :m], (0, max(0, m - x.shape[1])), value=fill)

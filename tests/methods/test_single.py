@@ -112,7 +112,7 @@ def test_long_texts_are_scored_in_slices(
     q, k, v = vectors(1, 4, 2, 150, 8)
     whole = run(method, q, k, v, [60, 60, 30], window=WINDOW)
     monkeypatch.setattr(limit, numbers)
-    assert (run(method, q, k, v, [60, 60, 30], window=WINDOW) - whole).abs().max() < 1e-6
+    assert (run(method, q, k, v, [60, 60, 30], window=WINDOW) - whole).abs().max() < 2e-6
 
 
 def test_infllm_is_not_harmed_by_large_logits_outside_the_local_window() -> None:
