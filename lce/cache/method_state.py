@@ -241,13 +241,18 @@ class RecentRows(MethodState):
     and the rows of a block.
 
     If `remade`, the method computes `missing` rows again after a truncation. Otherwise the state can only go back to a
-    length before which it still has `n_kept` rows.
+    length before which it still has `n_kept` rows. So that it can go back by a fourth of the text, it keeps the rows of
+    this fourth, too: an eighth of the bytes of keys and values, and up to a fourth of that for rows to come.
     """
 
     in_place: ClassVar[bool] = True
     n_kept: int
     row_bytes: int
     remade: bool = False
+
+    def _kept(self, n_tokens: int) -> int:
+        """Return the number of rows that are kept after `n_tokens` tokens, if there are so many."""
+        return self.n_kept + (0 if self.remade else n_tokens // 4)
 
     def write(self, rows: Tensor, start: int) -> None:
         """Append the rows `[heads, T, D]` of tokens `start..start+T-1`."""
@@ -259,8 +264,8 @@ class RecentRows(MethodState):
 
     def _grown(self, like: Tensor, start: int, n_new: int) -> tuple[Tensor, int]:
         buffer, first = self._held
-        kept = 0 if buffer is None else min(start - first, self.n_kept)
-        grown = like.new_empty(like.shape[0], kept + max(n_new, self.n_kept), like.shape[2])
+        kept = 0 if buffer is None else min(start - first, self._kept(start))
+        grown = like.new_empty(like.shape[0], kept + max(n_new, self.n_kept, kept // 4), like.shape[2])
         if buffer is not None:
             grown[:, :kept] = buffer[:, start - first - kept : start - first]
         return grown, start - kept
@@ -293,12 +298,12 @@ class RecentRows(MethodState):
 
     def committed(self, n_tokens: int) -> Held:
         buffer, first = self._held
-        start = max(first, n_tokens - self.n_kept)
+        start = max(first, n_tokens - self._kept(n_tokens))
         return None if buffer is None else buffer[:, start - first : n_tokens - first].clone(), start
 
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
-        first = max(0, n_tokens - self.n_kept)
-        return number == first and _has_rows(tensor, n_tokens - first, self.row_bytes)
+        possible = max(0, n_tokens - self._kept(n_tokens)) <= number <= max(0, n_tokens - self.n_kept)
+        return possible and _has_rows(tensor, n_tokens - number, self.row_bytes)
 
     def nearest(self, n_tokens: int, length: int) -> int:
         return n_tokens if n_tokens == length or self.remade or self._has(n_tokens) else 0
@@ -314,8 +319,10 @@ class RecentRows(MethodState):
         return self._held[0] is not None and self._held[1] <= max(0, n_tokens - self.n_kept)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        n_more = max(self.n_kept, min(block, n_tokens - self.n_kept)) if n_tokens > self.n_kept else 0
-        return (self.n_kept + n_more) * self.row_bytes
+        if n_tokens <= self.n_kept:
+            return self.n_kept * self.row_bytes
+        kept = min(n_tokens, self._kept(n_tokens))
+        return (kept + max(self.n_kept, kept // 4, min(block, n_tokens - self.n_kept))) * self.row_bytes
 
 
 def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:

@@ -1,0 +1,40 @@
+"""Documents that stay read: with every method, another question about a text finds nearly all of it cached."""
+
+from pathlib import Path
+
+import pytest
+
+import lce
+from lce.engine import kept_files
+from lce.methods import registry
+from tests.checkpoints import tokens
+from tests.command import within
+from tests.engine.test_walks import WALKED
+
+MORE = [
+    "delta method=lm_infinite:local=16 every=16",
+    "delta method=esa:compress=none:sinks=4:local=16:top_k=8 dense=rerope:local=16 every=16",
+    "pages page=4 budget=16 placement=grouped placement.group=4",
+]
+NAMES = {each.split()[0] for each in (*WALKED, *MORE)}
+METHODS = [each for each in (*WALKED, *MORE) if not each.startswith("infllm")]
+METHODS += [name for name in registry.available() if name not in NAMES]
+DOCUMENT, N = tokens(400, seed=1), 400
+
+
+@pytest.mark.parametrize("spelled", METHODS)
+def test_a_document_is_read_once(
+    tiny_model: Path, tmp_path: Path, spelled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_files, "LEAST_IDLE_S", 0.0)
+    name, *knobs = spelled.split()
+    method = lce.methods.make(name, dict(each.split("=", 1) for each in knobs))
+    prompts = [[*DOCUMENT, *tokens(30, seed=seed)] for seed in range(2, 8)]
+    engine = lce.load(tiny_model, method, block=16)
+    fresh = [engine.generate(ids, max_tokens=4).token_ids for ids in prompts]
+    for some in (slice(0, 3), slice(3, 6)):  # the second time as after a restart
+        with engine.batch(cache_dir=tmp_path) as batch:
+            for ids, expected in zip(prompts[some], fresh[some], strict=True):
+                found = within(batch.stream(ids, max_tokens=4).finish)
+                assert found.stats.read_before >= (0 if ids is prompts[0] else 0.9 * N)
+                assert found.token_ids == expected
