@@ -243,6 +243,6 @@ def restored_states(layout: CacheLayout, index: int, tensors: Mapping[str, Tenso
     states = state_of(layout, index)
     for name, state in states.items():
         at = f"layers/{index}/{name}/"
-        for key in (key for key in tensors if key.startswith(at)):
-            state.restore((tensors[key].to(layout.device), int(key[len(at) :])))
+        for number in sorted(int(key[len(at) :]) for key in tensors if key.startswith(at)):
+            state.restore((tensors[f"{at}{number}"].to(layout.device), number))
     return states

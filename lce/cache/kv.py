@@ -253,9 +253,9 @@ class KVCache:
         kept, border = dict[str, Tensor](), FileLayout(self.layout, self.length).row_tokens
         for layer in self.layers:
             for name, state in layer.state.items():
-                tensor, number = state.committed(layer.length)
-                if tensor is not None:
-                    kept[f"layers/{layer.index}/{name}/{number}"] = tensor
+                for tensor, number in (*state.points, state.committed(layer.length)):
+                    if tensor is not None:
+                        kept[f"layers/{layer.index}/{name}/{number}"] = tensor
             if border < self.length:
                 kept[f"{UNROUNDED}/{layer.index}"] = torch.stack(layer.span(border, layer.length))
         return kept

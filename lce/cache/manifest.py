@@ -250,14 +250,27 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
         if found is None or (found.dtype, found.shape) != (layout.dtype, shape):
             raise contradiction(path)
     states = [state_of(layout, layer) for layer in layout.layers]
-    kept = [dict[str, FileTensor]() for _ in states]
+    kept = [dict[str, dict[int, FileTensor]]() for _ in states]
     for file_name, tensor in tensors.items():
         place = _STATE.fullmatch(file_name)
         layer, name, number = (int(place[1]), place[2], int(place[3])) if place else (layout.n_layers, "", 0)
-        state = states[layer].get(name) if layer < layout.n_layers and name not in kept[layer] else None
+        state = states[layer].get(name) if layer < layout.n_layers else None
         possible = state is not None and (tensor.dtype.is_floating_point or not state.floats)
-        if state is None or not possible or not state.agrees(tensor, number, n_tokens):
+        found = {} if state is None else kept[layer].setdefault(name, {})
+        if (
+            state is None
+            or not possible
+            or len(found) > state.most_points
+            or not state.agrees(tensor, number, n_tokens)
+        ):
             raise contradiction(path)
-        kept[layer][name] = tensor
-    if n_tokens and not all(layout.could_keep(x, kept[x], layout, n_tokens) for x in layout.acting_layers):
-        raise contradiction(path)
+        found[number] = tensor
+    for layer in layout.acting_layers if n_tokens else ():
+        last = {name: found[max(found)] for name, found in kept[layer].items()}
+        alike = all(
+            (x.dtype, x.shape[:-1]) == (last[name].dtype, last[name].shape[:-1])
+            for name, found in kept[layer].items()
+            for x in found.values()
+        )
+        if not alike or not layout.could_keep(layer, last, layout, n_tokens):
+            raise contradiction(path)

@@ -6,7 +6,7 @@ states have rows, written at the index of a token or a chunk; the next pass over
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -20,6 +20,7 @@ from lce.profiling import count_compared, timed
 
 Held = tuple[Tensor | None, int]  # a tensor (None before the first write), and a number: which rows the tensor has
 NOTHING: Held = (None, 0)
+LEAST_POINTS, MOST_POINTS = 4, 32  # to which a state can go back that has no rows: see `Staged`
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,16 @@ class MethodState(ABC):
     def discard(self) -> None:
         """Drop what an interrupted pass wrote. May be repeated."""
         self._next = NOTHING
+
+    @property
+    def most_points(self) -> int:
+        """The number of `points` that a file may have."""
+        return 0
+
+    @property
+    def points(self) -> Sequence[Held]:
+        """Earlier tensors with their numbers, ascending, to be saved, and restored before the present one."""
+        return ()
 
     @property
     def memory(self) -> Tensor | None:
@@ -242,13 +253,15 @@ class RecentRows(MethodState):
 
     If `remade`, the method computes `missing` rows again after a truncation. Otherwise the state can only go back to a
     length before which it still has `n_kept` rows. So that it can go back by a fourth of the text, it keeps the rows of
-    this fourth, too: an eighth of the bytes of keys and values, and up to a fourth of that for rows to come.
+    this fourth, too: an eighth of the bytes of keys and values, and up to a fourth of that for rows to come. With a
+    `grid`, it only goes back to multiples of `grid`.
     """
 
     in_place: ClassVar[bool] = True
     n_kept: int
     row_bytes: int
     remade: bool = False
+    grid: int = 1
 
     def _kept(self, n_tokens: int) -> int:
         """Return the number of rows that are kept after `n_tokens` tokens, if there are so many."""
@@ -306,6 +319,8 @@ class RecentRows(MethodState):
         return possible and _has_rows(tensor, n_tokens - number, self.row_bytes)
 
     def nearest(self, n_tokens: int, length: int) -> int:
+        if n_tokens < length:
+            n_tokens -= n_tokens % self.grid
         return n_tokens if n_tokens == length or self.remade or self._has(n_tokens) else 0
 
     def mark(self, n_tokens: int) -> Held:
@@ -428,10 +443,17 @@ class Staged(MethodState):
     """A state with one tensor, replaced as a whole at a commit. `bound(n_tokens, block)` is the most bytes it takes.
 
     The state's number is how many tokens the text had when the tensor was committed; 0 means unknown.
+
+    With a `grid`, copies of earlier tensors are kept as `points` to which the state can go back, all at multiples of
+    `grid`: as many as take `point_bytes` for each token of the text, at least `LEAST_POINTS`, at most `MOST_POINTS`.
+    They are closest at the end of the text, where the next text differs as a rule, and next at its beginning.
     """
 
     floats: ClassVar[bool] = False
     bound: Callable[[int, int], int]
+    grid: int = 0
+    point_bytes: int = 0
+    _points: tuple[Held, ...] = field(default=(), init=False)
 
     @property
     def value(self) -> Tensor | None:
@@ -450,13 +472,60 @@ class Staged(MethodState):
     def commit(self, n_tokens: int = 0) -> None:
         self._next = (self._next[0], n_tokens)
         super().commit(n_tokens)
+        self._add_point()
+
+    def _add_point(self) -> None:
+        """Make a point of the present tensor if it is on the grid; give up a point if there are too many then."""
+        (value, n_tokens), points = self._held, self._points
+        if value is None or not self.grid or n_tokens % self.grid or n_tokens <= max((n for _, n in points), default=0):
+            return
+        points = (*points, (value.clone(), n_tokens))
+        n_bytes = sum(x.nbytes for x, _ in points if x is not None)
+        if len(points) > LEAST_POINTS and (n_bytes > n_tokens * self.point_bytes or len(points) > MOST_POINTS):
+            at = [0, *(n for _, n in points)]
+            gaps = [
+                (at[i + 1] - at[i - 1]) / min(at[i - 1] + self.grid, n_tokens - at[i - 1])
+                for i in range(1, len(points))
+            ]
+            drop = gaps.index(min(gaps))
+            points = points[:drop] + points[drop + 1 :]
+        self._points = points
+
+    @property
+    def most_points(self) -> int:
+        return MOST_POINTS if self.grid else 0
+
+    @property
+    def points(self) -> Sequence[Held]:
+        return self._points
+
+    def restore(self, held: Held) -> None:
+        self._held = held
+        self._add_point()
+
+    @property
+    def n_bytes(self) -> int:
+        return super().n_bytes + sum(x.nbytes for x, _ in self._points if x is not None)
 
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
         return number <= n_tokens and tensor.n_bytes <= self.bound(n_tokens, n_tokens)
 
     def nearest(self, n_tokens: int, length: int) -> int:
         value, since = self._held
-        return n_tokens if value is None or n_tokens == length or 0 < since <= n_tokens else 0
+        if value is None or n_tokens == length or 0 < since <= n_tokens:
+            return n_tokens
+        return max((n for _, n in self._points if n <= n_tokens), default=0)
+
+    def mark(self, n_tokens: int) -> Held:
+        return next((point for point in self._points if point[1] == n_tokens < self._held[1]), super().mark(n_tokens))
+
+    def _go_back(self, mark: Held) -> None:
+        self._points = tuple(point for point in self._points if point[1] <= mark[1])
+        super()._go_back(mark)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:
-        return self.bound(n_tokens, block)
+        most = self.bound(n_tokens, block)
+        if not self.grid:
+            return most
+        n_points = min(MOST_POINTS, n_tokens // self.grid)
+        return most + min(n_points * most, max(LEAST_POINTS * most, n_tokens * self.point_bytes))

@@ -139,8 +139,9 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
     def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
         both = self.dense_method.state(layout), self.sparse_method.state(layout)
         recent = [each[RECENT] for each in both if RECENT in each]
-        n_recent = max((each.n_kept for each in recent if isinstance(each, RecentRows)), default=0)
-        kept = {**both[0], **both[1], **recent_keys(self, n_recent, layout)}
+        sizes = [(each.n_kept, each.grid) for each in recent if isinstance(each, RecentRows)]
+        n_recent, grid = map(max, zip((0, 1), *sizes, strict=True))
+        kept = {**both[0], **both[1], **recent_keys(self, n_recent, layout, grid)}
         row_bytes = layout.n_heads * layout.head_dim * torch.float32.itemsize
         return {**kept, DIFFERENCE: FirstRow(self.every, row_bytes)}
 

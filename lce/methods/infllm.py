@@ -79,18 +79,21 @@ class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES[:-1], HOOKS)):  # n
         def votes_bytes(n_tokens: int, block: int) -> int:
             return layout.n_heads * torch.float32.itemsize * min(n_tokens, self.n_recent + self.block_size + block)
 
+        votes = Staged(votes_bytes, layout.block, layout.key_bytes // 4)  # an eighth of the bytes of keys and values
         blocks = Summaries(query_bytes(layout), self.block_size)
-        return {**super().state(layout), BLOCKS: blocks, VOTES: Staged(votes_bytes)}
+        return {**super().state(layout), BLOCKS: blocks, VOTES: votes}
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
         blocks, votes = kept.get(BLOCKS), kept.get(VOTES)
         n_blocks = 0 if blocks is None else blocks.shape[1]
-        n_votes = n_tokens - self.sinks - n_blocks * self.block_size
+        n_votes = 0 if votes is None else votes.shape[-1]
+        n_left = n_tokens - self.sinks - n_votes - n_blocks * self.block_size  # below 0 if the text went back
         return (
             super().could_keep(layer, kept, layout, n_tokens)
             and (blocks is None or is_like(blocks, (layout.n_heads, n_blocks, layout.head_dim), layout.dtype))
             and (votes is None) == (n_tokens <= self.sinks)
             and (votes is None or is_like(votes, (layout.n_heads, n_votes), torch.float32))
+            and (votes is None or (n_left <= 0 and n_left % self.block_size == 0 and n_votes <= n_tokens - self.sinks))
         )
 
     def n_candidates(self, start: int) -> int:

@@ -1,6 +1,7 @@
 """Methods whose queries choose together: one choice of tokens for a block of queries and all heads of a layer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Self
 
 import torch
@@ -9,11 +10,14 @@ from torch.nn.functional import pad
 
 from lce.attention import Attended, best_first, best_tokens, rotate, spread
 from lce.cache.layer import LayerCache
+from lce.cache.layout import CacheLayout
+from lce.cache.method_state import MethodState
 from lce.methods.attending import PlacedPart
 from lce.methods.base import ATTENTION, LocalMethod, Promise, filled, resolved
 from lce.methods.budget import enough
 from lce.methods.parts import CHOSEN
 from lce.methods.step import Step
+from lce.methods.turned_keys import recent_keys
 
 PROMISES: tuple[Promise, ...] = "alike", "counted", "noted", "kept"
 HOOKS = (*ATTENTION, "relevance", "log_mass", "select", "tokens_of")  # on which these promises stand
@@ -33,6 +37,9 @@ class JointSelection(LocalMethod, ABC, promises=dict.fromkeys(PROMISES, HOOKS)):
     def resolve(self, window: int) -> Self:
         made = filled(self, local=max(1, window // 2), top_k=max(1, window // 4))
         return filled(made, far=made.local)
+
+    def state(self, layout: CacheLayout) -> Mapping[str, MethodState]:
+        return recent_keys(self, self.n_recent, layout, grid=layout.block)  # the queries of a block choose together
 
     @property
     def couples_heads(self) -> str | None:

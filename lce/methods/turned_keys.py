@@ -30,9 +30,12 @@ def unrotated(method: Declaring) -> bool:
     return method.key_positions(NO_TOKENS) is None
 
 
-def recent_keys(method: Declaring, n: int, layout: CacheLayout) -> dict[str, MethodState]:
-    """Return the state of the keys of the last `n` tokens at absolute positions, for parts with `exact`; 0: none."""
-    return {RECENT: RecentRows(n, layout.key_bytes, remade=unrotated(method))} if n else {}
+def recent_keys(method: Declaring, n: int, layout: CacheLayout, grid: int = 1) -> dict[str, MethodState]:
+    """Return the state of the keys of the last `n` tokens at absolute positions, for parts with `exact`; 0: none.
+
+    The text goes back to multiples of `grid`.
+    """
+    return {RECENT: RecentRows(n, layout.key_bytes, unrotated(method), grid)} if n else {}
 
 
 def keep_recent(k: Tensor, cache: LayerCache, step: Step) -> None:

@@ -17,9 +17,8 @@ MORE = [
     "pages page=4 budget=16 placement=grouped placement.group=4",
 ]
 NAMES = {each.split()[0] for each in (*WALKED, *MORE)}
-METHODS = [each for each in (*WALKED, *MORE) if not each.startswith("infllm")]
-METHODS += [name for name in registry.available() if name not in NAMES]
-DOCUMENT, N = tokens(400, seed=1), 400
+METHODS = [*WALKED, *MORE, *(name for name in registry.available() if name not in NAMES)]
+DOCUMENT, N = tokens(405, seed=1), 405
 
 
 @pytest.mark.parametrize("spelled", METHODS)
