@@ -19,7 +19,7 @@ from lce.cache.disk import Disk
 from lce.cache.layer import KVBuffer, LayerCache, Unrounded
 from lce.cache.layout import DISK, HOST, CacheLayout, FileLayout, state_of
 from lce.cache.limits import Limits
-from lce.cache.method_state import Held
+from lce.cache.method_state import Held, RecentRows
 from lce.cache.row_file import RowFile
 from lce.cache.shared import MemoryFile, share
 from lce.cache.tier import Tier, Traffic
@@ -193,7 +193,8 @@ class KVCache:
         """Return the largest length, at most `n_tokens`, that `truncate` can go back to.
 
         Keys, values and summaries can go back to any length; an open chunk to a length in itself, or to the start of a
-        chunk; a tensor that every block replaces, only to 0. Raises `UsageError` for a length within evicted tokens.
+        chunk; a tensor that every block replaces, to its points (`Staged`), or to 0. Raises `UsageError` for a length
+        within evicted tokens.
         """
         self.settle()
         if n_tokens < self.fixed:
@@ -287,3 +288,9 @@ class KVCache:
             before = found.get(tier.name, Traffic())
             found[tier.name] = Traffic(*map(operator.add, astuple(before), astuple(tier.traffic)))
         return found
+
+
+def off_grid(cache: KVCache) -> int:
+    """Return how many tokens a cache has beyond the last multiple of its method's grid: the next block is shorter."""
+    states = (state for layer in cache.layers for state in layer.state.values())
+    return cache.n_tokens % max((state.grid for state in states if isinstance(state, RecentRows)), default=1)

@@ -256,21 +256,14 @@ def check_state(layout: CacheLayout, n_tokens: int, tensors: dict[str, FileTenso
         layer, name, number = (int(place[1]), place[2], int(place[3])) if place else (layout.n_layers, "", 0)
         state = states[layer].get(name) if layer < layout.n_layers else None
         possible = state is not None and (tensor.dtype.is_floating_point or not state.floats)
-        found = {} if state is None else kept[layer].setdefault(name, {})
-        if (
-            state is None
-            or not possible
-            or len(found) > state.most_points
-            or not state.agrees(tensor, number, n_tokens)
-        ):
+        others = {} if state is None else kept[layer].setdefault(name, {})
+        if state is None or not possible or not state.agrees(tensor, number, n_tokens):
             raise contradiction(path)
-        found[number] = tensor
+        alike = all((x.dtype, x.shape[:-1]) == (tensor.dtype, tensor.shape[:-1]) for x in others.values())
+        if len(others) > state.most_points or not alike:
+            raise contradiction(path)
+        others[number] = tensor
     for layer in layout.acting_layers if n_tokens else ():
-        last = {name: found[max(found)] for name, found in kept[layer].items()}
-        alike = all(
-            (x.dtype, x.shape[:-1]) == (last[name].dtype, last[name].shape[:-1])
-            for name, found in kept[layer].items()
-            for x in found.values()
-        )
-        if not alike or not layout.could_keep(layer, last, layout, n_tokens):
+        last = {name: numbered[max(numbered)] for name, numbered in kept[layer].items()}
+        if not layout.could_keep(layer, last, layout, n_tokens):
             raise contradiction(path)

@@ -127,8 +127,9 @@ class Context(Unique):
         """Drop all tokens after the first `n_tokens`. Raises `UsageError` if the context has fewer.
 
         The next call prefills the last remaining token again, because the logits after it were not kept. More tokens
-        are prefilled again if the method's state cannot go back to exactly `n_tokens`: at most those of an incomplete
-        chunk, or all tokens for `infllm` and for `esa` with `compress="pca"`. The new blocks may begin at other tokens.
+        are prefilled again if the method's state cannot go back to exactly `n_tokens`: those of an incomplete chunk or
+        block; for `infllm` those after its last point, of which there are few far from the end; and all tokens for
+        `esa` with `compress="pca"` before its components were computed, and for `self_extend` beyond a fourth.
 
         Raises `UsageError`, too, for fewer tokens than `cache.fixed`. At exactly `cache.fixed` tokens nothing is
         prefilled again, and the next call must have a prompt.

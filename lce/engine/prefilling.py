@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lce.cache.kv import off_grid
 from lce.engine.arguments import Prompt
 from lce.engine.context import Context, appended, context_of
 from lce.engine.options import Counted, Record, option
@@ -74,7 +75,8 @@ def prefill_file(setup: Setup, asked: FilePrefill) -> Stats:
             stats = Stats(prompt_tokens=len(held.uncached), read_before=held.cache.length)
             started = time.perf_counter()
             with torch.inference_mode(), reported(asked.progress, "prefill") as tell:
-                for part in blocks(held.uncached, setup.block, tell, done=held.cache.length):
+                n, offset = held.cache.length, off_grid(held.cache)
+                for part in blocks(held.uncached, setup.block, tell, n, offset):
                     if held.cache.length - job.n_written >= (asked.checkpoint_every or len(ids)):
                         job.checkpoint(held.data)
                     append(setup, held, part)

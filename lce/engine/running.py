@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from lce.cache.kv import off_grid
 from lce.engine.answer import Answer, Options, generation_options
 from lce.engine.arguments import ids_of
 from lce.engine.context import Context, ContextMark, new_context, own_context, reserve
@@ -119,7 +120,7 @@ def read(setup: Setup, context: Context, progress: Progress | None = None) -> No
     """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again."""
     if context.logits is None and len(context) == context.cache.n_tokens > 0:
         context.cache.truncate(context.cache.nearest(context.cache.n_tokens - 1))
-    for ids in blocks(context.uncached, setup.block, progress):
+    for ids in blocks(context.uncached, setup.block, progress, offset=off_grid(context.cache)):
         append(setup, context, ids)
 
 
@@ -183,10 +184,15 @@ def _end_early(context: Context, mark: ContextMark, rest: Rest, said: int | None
         context.go_back(mark)
 
 
-def blocks(ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0) -> Iterator[Sequence[int]]:
-    """Yield `ids` in blocks, and call `progress` after each. Progress begins at `done`, the tokens read before."""
-    for start in range(0, len(ids), block):
-        part = ids[start : start + block]
-        yield part
+def blocks(
+    ids: Sequence[int], block: int, progress: Progress | None = None, done: int = 0, offset: int = 0
+) -> Iterator[Sequence[int]]:
+    """Yield `ids` in blocks, and call `progress` after each. Progress begins at `done`, the tokens read before.
+
+    The first block has `offset` tokens fewer: those of its block that were read before.
+    """
+    for start in range(-offset, len(ids), block):
+        stop = min(start + block, len(ids))
+        yield ids[max(0, start) : stop]
         if progress:
-            progress(done + start + len(part), done + len(ids))
+            progress(done + stop, done + len(ids))

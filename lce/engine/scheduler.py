@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 
+from lce.cache.kv import off_grid
 from lce.engine.answer import Answer
 from lce.engine.context import Context, new_context, reserve
 from lce.engine.lanes import forward
@@ -260,7 +261,7 @@ class Scheduler:
         """Read the next block of a prompt; after the last one, draw the first token."""
         setup, context, stats = request.setup, request.context, request.result.stats
         assert context is not None
-        if uncached := context.uncached[: setup.block]:
+        if uncached := context.uncached[: setup.block - off_grid(context.cache)]:
             request.is_sound = False
             append(setup, context, uncached, slices=self._slices)
             request.is_sound = True

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lce.cache.kv import off_grid
 from lce.engine.arguments import Prompt
 from lce.engine.context import Context, appended, new_context
 from lce.engine.lanes import check_logits
@@ -73,7 +74,7 @@ def score(
             note(held.logits[None], 0)
         held.token_ids.extend(ids)
         with reported(progress, "score") as tell:
-            for part in blocks(held.uncached, setup.block, tell):
+            for part in blocks(held.uncached, setup.block, tell, offset=off_grid(held.cache)):
                 start = held.cache.n_tokens - before
                 hidden, stop = _hidden(setup, held, part), min(start + len(part), len(ids) - 1)  # the last has no next
                 for index in range(max(start, first - 1), stop, n_at_once):

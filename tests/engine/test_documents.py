@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import lce
 from lce.engine import kept_files
@@ -37,3 +38,20 @@ def test_a_document_is_read_once(
                 found = within(batch.stream(ids, max_tokens=4).finish)
                 assert found.stats.read_before >= (0 if ids is prompts[0] else 0.9 * N)
                 assert found.token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["esa compress=none", "infllm block_size=4"])
+def test_the_turns_of_a_conversation_are_points_to_return_to(tiny_model: Path, name: str) -> None:
+    name, *knobs = f"{name} sinks=4 local=16 top_k=4".split()
+    engine = lce.load(tiny_model, lce.methods.make(name, dict(each.split("=", 1) for each in knobs)), block=16)
+    turns = [tokens(61, seed=seed) for seed in range(4)]
+    context = engine.new_context(300)
+    for turn in turns:
+        engine.prefill(turn, context=context)
+    before = context.logits
+    context.truncate(200)
+    assert context.cache.n_tokens == 192
+    again = engine.prefill(turns[3][200 - 183 :], context=context).logits
+    assert before is not None
+    assert again is not None
+    assert torch.equal(before, again)
