@@ -208,7 +208,7 @@ def reserve(setup: Setup, cache: KVCache, length: int) -> None:
         cache.reserve(n_rows)
 
     try:
-        setup.ranks.together(promise, lambda _: {"length": length})
+        promise() if setup.division is None else setup.ranks.together(promise, lambda _: {"length": length})
     except BaseException:
         ALLOWANCE.give_back(cache, before)
         raise

@@ -55,6 +55,8 @@ def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> 
 
 def agreed_ids(setup: Setup, prompt: object, context: Context | None = None, **how: Any) -> list[int]:
     """Return `prompt_ids`. Ranks raise an error, all of them, unless all have this prompt, context and arguments."""
+    if setup.division is None:
+        return prompt_ids(setup, prompt, context)
 
     def facts_of(ids: list[int]) -> Facts:
         held = None if context is None else (len(context), context.cache.length)

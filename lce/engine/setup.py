@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +175,8 @@ class Setup(Planned):
         That is `recommended_sampling`, else `MILD`, for `several` answers `MILD_OF_SEVERAL`. A `sampling` that is given
         is taken as it is. A `temperature` of 0 is greedy: nothing is added.
         """
-        if given.get("sampling") is not None or given.get("temperature") == 0:
+        temperature = given.get("temperature")  # of any type: it is checked later
+        if given.get("sampling") is not None or (isinstance(temperature, Real) and temperature == 0):
             return dict(given)
         own, greedy = self.recommended_sampling, vars(Sampling())
         if own is None:
