@@ -38,6 +38,8 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
     if compiled_for(b) and a.dtype is b.dtype and a.shape[2] % 2 == 0 and a.numel() and b.numel():
+        if a.shape[1] <= MOST_ROWS:
+            return scores_of_few(a, b.mT.contiguous())
         parts = [_in_one_order(a.contiguous(), some.contiguous()) for some in b.mT.split(PACKED_AT_ONCE, dim=1)]
         return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
     dtype = score_dtype(a)
