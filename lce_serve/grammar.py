@@ -21,8 +21,6 @@ from lce_serve.tools import CLOSE, OPEN, Tools
 
 _COMPLETE = ("EndOfSentence", "NoExtension", "NoExtensionBias")
 _ANY = "%llguidance {}\nstart: /(.|\\n)*/\n"
-# White space within JSON is bounded, so that no answer is lost in blanks: a line break with an indent, or two blanks.
-_JSON: Any = {"lenient": True, "whitespace_pattern": r"\r?\n[ \t]{0,32}|[ \t]{1,2}"}
 _LIMITS = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexer_states": 50_000}
 
 
@@ -195,7 +193,7 @@ def tools_grammar(tools: Tools, schemas: dict[str, dict[str, Any]]) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    guidance = {**_JSON, **(schema.get("x-guidance") or {})}
+    guidance = {"lenient": True, **(schema.get("x-guidance") or {})}
     return f"%json {json.dumps({**schema, 'x-guidance': guidance})}"
 
 
@@ -208,7 +206,7 @@ def _fault(vocabulary: Vocabulary, schema: dict[str, Any]) -> str | None:
 def _of_schema(vocabulary: Vocabulary, schema: dict[str, Any]) -> Constraint | str:
     """Compile the grammar of a text that a schema allows, or return in a line why this cannot be done."""
     try:
-        return compiled(vocabulary, llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON))
+        return compiled(vocabulary, llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": True}))
     except ValueError as error:  # a number beyond 64 bits, or half a surrogate pair
         return _line(str(error))
 
