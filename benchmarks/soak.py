@@ -6,9 +6,9 @@ Each client asks, one after the other, questions that no other asks: texts of 20
 samplings, seeds and methods of their own. One request of eight is broken off while it is answered, one of eight is
 wrong in some way, and one of eight goes on where an earlier one ended. Afterwards an engine in this process answers the
 questions alone, as many as `--check` minutes allow, and the answers must be equal. Prints the server's memory and open
-files over time, and exits with 1 after a wrong answer, a status of 500 or more, or a request that did not end. It also
-does if memory grows although `--cache-memory` is full: if the median of the last third of the time is more than a tenth
-above that of the middle third.
+files over time, and exits with 1 after a wrong answer, a status of 500 or more, or a request that did not end. The
+script also exits with 1 if the server's memory grows although the memory for kept contexts is full: if the median of
+the last third of the time is more than a tenth above that of the middle third.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class CallReader:
         while True:
             if not self._begun and self._may_be_whole():
                 return outside, calls
-            form, at = self._next()
+            form, at = _first(self._held)
             if form is None:
                 break
             start = at + len(form.opened)
@@ -133,9 +133,6 @@ class CallReader:
                 return rest[:at].rstrip("\n"), found
             return (rest[:at].rstrip("\n") if cut else rest), []
         return ("" if cut and not self._begun and self._names_a_tool(rest) else rest), []
-
-    def _next(self) -> tuple[Form | None, int]:
-        return _first(self._held)
 
     def _may_be_whole(self) -> bool:
         """Return whether the text so far may be a call as a whole."""

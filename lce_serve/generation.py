@@ -31,8 +31,8 @@ Shorter = Callable[[], Any]
 class Asked:
     """A request for answers. Each of `prompts` is a function that blocks and returns token ids or a rendered chat.
 
-    `grammar` compiles the answer's grammar. `options` are those of `Batch.stream`. A
-    `max_tokens` of None stands for as many as the method and memory allow, at most `DEFAULT_TOKENS`.
+    `grammar` compiles the answer's grammar. `options` are those of `Batch.stream`. A `max_tokens` of None stands for as
+    many as the method and memory allow, at most `DEFAULT_TOKENS`.
     """
 
     prompts: list[Callable[[], Any]]

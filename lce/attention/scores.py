@@ -33,7 +33,8 @@ def scores_at_once(x: Tensor) -> int:
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Multiply `a [heads, T, D]` by `b [heads, D, M]`, to float32 if possible: half-precision scores overflow or tie.
 
-    On CPUs the order of a sum depends on D alone, so equal keys have equal scores, whatever the sizes of the matrices.
+    On CPUs equal keys have equal scores, because the order of a sum depends on D and on whether T is at most
+    `MOST_ROWS`, but not on M or on a key's place.
     """
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)

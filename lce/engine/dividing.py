@@ -59,9 +59,11 @@ def _join() -> None:
 
 
 def facts_of(made: Setup) -> Facts:
-    """Return all that can change a token: the facts of context files, and what those need not record.
+    """Return all that can change a token, by names for messages.
 
-    Reads only the samples of the checkpoint's fingerprint, 12 KiB of each tensor, from the whole model's files.
+    That is what a context file records of model and method, and the block, the attention backend, the device and the
+    end tokens. Reads only the samples of the checkpoint's fingerprint, 12 KiB of each tensor, from the whole model's
+    files.
     """
     facts, found = made.identity.facts, Facts()
     for name, value in sorted(facts.items(), key=lambda fact: fact[0] == "knobs"):  # these follow from the others
