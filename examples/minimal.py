@@ -193,7 +193,8 @@ class LongHeads:
         chosen = torch.ones(*q.shape[:2], m + 1, dtype=torch.bool)
         if m + 1 > chunks:
             scores = q @ summary.mT  # [H, T, m]
-            best = scores[..., 1 : m - 1].topk(chunks - 3).indices + 1
+            reversed_scores = scores[..., 1 : m - 1].flip(-1)  # so that of equal scores the later one comes first
+            best = m - 2 - reversed_scores.argsort(dim=-1, descending=True, stable=True)[..., : chunks - 3]
             chosen[..., 1 : m - 1] = False
             chosen.scatter_(-1, best, True)
         return chosen
