@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from lce.errors import CapacityError, DataError, LceError, ModelError, UsageError, shown
 
+LFS_POINTER = b"version https://git-lfs"  # how a file begins that stands for one that was not fetched
 MAX_FILE_BYTES = 16 << 20  # the largest config or tokenizer file that is read; published files have up to 2 MiB
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4096  # of a file's name, and of a path with its final NUL, under Linux
 # Gives the bytes of a named file, or None if there is none. Raises ModelError for a file of more than so many bytes.
@@ -195,6 +196,8 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes | None:
             raw = file.read(most + 1)
     except OSError as error:
         raise ModelError(f"cannot read {named(path)}: {error.strerror}; check the disk") from error
+    if raw.startswith(LFS_POINTER):
+        raise ModelError(f"{named(path)} is a Git LFS pointer, not the file; fetch it with `git lfs pull`")
     if len(raw) > most:
         raise ModelError(f"{named(path)} is larger than {most} bytes, which no such file is; download the file again")
     return raw
@@ -227,7 +230,7 @@ def parse_json(raw: bytes, most: int, *, unique: bool = False) -> Any:
     if n_values > most:
         raise JsonError(f"more than {most} JSON values; expected far fewer")
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
+        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique if unique else None)
     except (ValueError, RecursionError) as error:
         raise JsonError(f"not valid JSON: {_json_fault(error)}") from None
 

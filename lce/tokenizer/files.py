@@ -71,9 +71,9 @@ class TokenizerConfig:
         added, special_names = _tokens(config, older)  # older checkpoints have added tokens in a file of their own
         bos, eos = (_content(config.get(key), key) for key in ("bos_token", "eos_token"))
         add_bos, add_eos, legacy = (_flag(config, key) for key in ("add_bos_token", "add_eos_token", "legacy"))
-        template = _chat_template(read, where, config) or None
-        tool_template = _named_template(config.get("chat_template"), "tool_use")
-        return cls(bos, eos, add_bos, add_eos, legacy is not False, special_names, added, template, tool_template)
+        found = _chat_template(read, where, config), _named_template(config.get("chat_template"), "tool_use")
+        templates = ((template and template.removeprefix("\ufeff")) or None for template in found)
+        return cls(bos, eos, add_bos, add_eos, legacy is not False, special_names, added, *templates)
 
 
 class JsonVocabulary:

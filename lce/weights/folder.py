@@ -15,6 +15,9 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model")
 _TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # The small files beside config.json and the weights, which `Source.read` gives.
 BESIDE = (GENERATION, *VOCABULARIES, *_TOKENIZER, "chat_template.jinja", "chat_template.json")
+# Names of files beside a model's own: what reads images, what was measured for quantising, and what adapts the model.
+OTHER_PURPOSE = re.compile(r"(^|[-_./])(mmproj|imatrix|adapter|lora)([-_.]|$)", re.IGNORECASE)
+MERGE = "merge it into its base model, for example with peft's merge_and_unload, and load the result"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack")
 
 
@@ -27,6 +30,14 @@ def other_file(folder: Path) -> Path:
         raise ModelError(f"{named(folder)} {fault}") from None
 
 
+def adapter_in(folder: Path) -> str | None:
+    """Return what the LoRA adapter in a folder is, None if there is none."""
+    if not os.path.isfile(file := folder / "adapter_config.json"):
+        return None
+    base = object_of(read_file(file), file).get("base_model_name_or_path")
+    return f"a LoRA adapter of {shown(base)}" if base else "a LoRA adapter"
+
+
 def weights_in(names: Sequence[str], where: str) -> str:
     """Return the file of `names` that has all weights: `model.safetensors`, the index, or the only safetensors file.
 
@@ -36,6 +47,8 @@ def weights_in(names: Sequence[str], where: str) -> str:
         return plain[0]
     found = [name for name in names if name.endswith(".safetensors")]
     own = [name for name in found if not name.startswith(("consolidated", "adapter"))]
+    if found and all(name.startswith("adapter") for name in found):
+        raise ModelError(f"{where} has the weights of an adapter alone ({few(found)}), not of a model; {MERGE}")
     best = [name for name in own if name.startswith("model")] or own or found
     if len(best) == 1 and not re.search(r"-\d+-of-\d+\.", best[0]):
         return best[0]

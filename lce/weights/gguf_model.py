@@ -19,6 +19,14 @@ from lce.weights.gguf_keys import AGAIN, DIVISORS, OTHER, Keys, rope_parameters
 from lce.weights.safetensors_file import TensorInfo, few
 
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)")
+_OWN = "name the file of the model itself"
+# Files that are no model, by `general.type` or by `general.architecture`: what they are, and what to do.
+_NO_MODELS = {
+    "adapter": ("a LoRA adapter", "merge it into its model, for example with llama.cpp's llama-export-lora"),
+    **dict.fromkeys(("mmproj", "clip"), ("the part of a model that reads images", f"{_OWN}, which reads text")),
+    "imatrix": ("an importance matrix, by which models are quantised", _OWN),
+    "vocabulary": ("a vocabulary without weights", _OWN),
+}
 # Keys of an architecture that change nothing in what lce computes.
 _HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "pooling_type"))
 _WHOLE = {
@@ -29,9 +37,13 @@ _WHOLE = {
 
 
 def model_in(file: GgufFile) -> "Llama":
-    """Return the model in a file. Raises ModelError for an architecture that lce does not read."""
+    """Return the model in a file. Raises ModelError for a file that is no model, and for an unknown architecture."""
     general = Keys(file, "general.")
     name = general.get("architecture")
+    kind = next((kind for kind in (general.get("type"), name) if isinstance(kind, str) and kind in _NO_MODELS), None)
+    if kind is not None or not file.tensors:
+        what, remedy = _NO_MODELS[kind or "vocabulary"]
+        raise ModelError(f"{named(file.path)} is {what}, not a model; {remedy}")
     if not isinstance(name, str) or name not in _ARCHITECTURES:
         known = ", ".join(sorted(_ARCHITECTURES))
         raise general.refusal("architecture", f"one that lce reads from GGUF: {known}", "use a file of one of these")

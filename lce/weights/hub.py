@@ -24,7 +24,7 @@ from lce.progress import is_silent, notice
 from lce.sizes import size_text
 from lce.system import existing
 from lce.tokenizer.tokenizer import LARGEST_FILE
-from lce.weights.folder import BESIDE, CONFIG, INDEX, VOCABULARIES, weight_map_of, weights_in
+from lce.weights.folder import BESIDE, CONFIG, INDEX, OTHER_PURPOSE, VOCABULARIES, weight_map_of, weights_in
 from lce.weights.gguf_file import SHARD
 from lce.weights.safetensors_file import few
 
@@ -216,9 +216,8 @@ class Snapshot:
     def _shards(self, names: Sequence[str]) -> list[str]:
         """Return the shards of the GGUF file that the id names; without a name, of the only one."""
         files: dict[str, list[str]] = {}
-        for name in names:
-            if name == self.id.file or not re.search(r"(^|/)(mmproj|imatrix)", name, re.IGNORECASE):
-                files.setdefault(SHARD.sub("", name), []).append(name)
+        for name in [x for x in names if x == self.id.file or not OTHER_PURPOSE.search(x)] or names:
+            files.setdefault(SHARD.sub("", name), []).append(name)
         asked = self.id.file
         if not files:
             raise Absent(f"{self.id} has no config.json with safetensors and no GGUF file; see {self.id.command}")

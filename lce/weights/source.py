@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -17,10 +18,11 @@ from typing import Any, ClassVar
 
 from lce.errors import ModelError, UsageError
 from lce.files import MAX_FILE_BYTES, named, object_of, open_regular, path_of, read_file
+from lce.progress import notice
 from lce.tokenizer.gguf import end_ids, tokenizer_files
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.folder import CONFIG, GENERATION, VOCABULARIES
+from lce.weights.folder import CONFIG, GENERATION, MERGE, OTHER_PURPOSE, VOCABULARIES, adapter_in
 from lce.weights.gguf_file import SHARD, GgufFile, read_gguf
 from lce.weights.gguf_keys import SAMPLING, decimal
 from lce.weights.gguf_model import model_in
@@ -53,6 +55,8 @@ class Source:
         """The fields of config.json."""
         if (raw := self.read(CONFIG)) is not None:
             return object_of(raw, self.where(CONFIG))
+        if (adapter := adapter_in(self.path)) is not None:
+            raise ModelError(f"{named(self.path)} is {adapter}, not a model; {MERGE}")
         is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
         fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
         close = [] if exists else get_close_matches(self.path.name.lower(), ("smollm2", "demo"), n=1)
@@ -68,7 +72,10 @@ class Source:
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The weights, with checked headers."""
-        return Checkpoint.open(self.path)
+        found = Checkpoint.open(self.path)
+        if adapter := adapter_in(self.path):
+            notice(f"{adapter} is left out; to apply it, {MERGE}")
+        return found
 
     @property
     def is_model(self) -> bool:
@@ -196,10 +203,26 @@ def _source(text: str, path: Path, metadata_only: bool) -> Source:
     if _PART.fullmatch(path.name) and os.path.isfile(path) and os.path.isfile(path.with_name(CONFIG)):
         return Source(path.parent)
     ggufs = [] if os.path.lexists(path / CONFIG) else sorted(path.glob("*.gguf"))
+    ggufs = _models_of(ggufs) if len(ggufs) > 1 else ggufs
     if len({SHARD.sub("", file.name) for file in ggufs}) > 1:
         names = few([file.name for file in ggufs])
         raise ModelError(f"{named(path)} has several GGUF files: {names}; name one, as in {named(ggufs[0])}")
     return GgufSource(ggufs[0]) if ggufs else Source(path)
+
+
+def _models_of(ggufs: list[Path]) -> list[Path]:
+    """Return the GGUF files that are models, or all if there is none. Only suspicious names have their file read."""
+
+    def is_model(file: Path) -> bool:
+        with suppress(ModelError):
+            return model_in(read_gguf(file)) is not None
+        return False
+
+    others = [file for file in ggufs if OTHER_PURPOSE.search(file.name) and not is_model(file)]
+    if not others or len(others) == len(ggufs):
+        return ggufs
+    notice(f"{', '.join(file.name for file in others)} is left out: lce loads the model that reads text, as it is")
+    return [file for file in ggufs if file not in others]
 
 
 def _smollm2() -> Path:
