@@ -38,7 +38,7 @@ METHODS: list[tuple[str | None, dict[str, Any]]] = [
     (None, {}), ("longheads", {"chunk_size": 64, "chunks": 16}), ("dca", {}), ("self_extend", {}),
 ]  # fmt: skip
 FAULTS = [
-    b"{", b"\xff\xfe", b"[]", b'{"prompt": 3}', b'{"prompt": "a", "max_tokens": -1}',
+    b"{", b"\xff\xfe", b"[]", b'{"prompt": 3}', b'{"prompt": "a", "max_tokens": -2}',
     b'{"prompt": "a", "method": "no"}', b'{"prompt": [99999999]}', b'{"messages": []}',
     b'{"prompt": "a", "temperature": "hot"}', b"[" * 5000,
 ]  # fmt: skip

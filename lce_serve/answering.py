@@ -18,7 +18,6 @@ from lce_serve.refusals import Refusal, refusal_of
 from lce_serve.service import Record, Service
 from lce_serve.sse import EventStream, event, unless_gone
 
-MOST_TOKENS = 1 << 24  # the largest `max_tokens`
 MOST_CHOICES = 8
 MOST_SAID = 4096  # characters of the header that names what is not enforced
 
@@ -119,12 +118,21 @@ def openai_options(fields: Fields) -> dict[str, Any]:
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "repetition_penalty": fields.number("repetition_penalty", 0.01, 100),
         "stop": fields.stops("stop") or None,
+        "stop_token_ids": _token_ids(fields, "stop_token_ids") or None,
     }
     for name, off in (("top_k", -1), ("top_p", 0)):  # vLLM's -1 and a client's 0 are off
         found[name] = None if found[name] == off else found[name]
     if found["seed"] is not None:
         found["seed"] %= 2**63
     return {**{name: value for name, value in found.items() if value is not None}, **_bias(fields)}
+
+
+def _token_ids(fields: Fields, field: str) -> list[int]:
+    """Return a list of token ids."""
+    found = fields.items(field, 1024)
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
+        raise Refusal(400, f"{fields.name(field)} must be a list of token ids", fields.name(field))
+    return found
 
 
 def _bias(fields: Fields) -> dict[str, Any]:

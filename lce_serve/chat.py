@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lce_serve.answering import (
-    MOST_TOKENS,
     OpenAIForm,
     answer,
     choices_of,
@@ -30,12 +29,12 @@ from lce_serve.tools import Call
 async def chat(service: Service, request: Request, fields: Fields) -> Response:
     """Answer a conversation."""
     messages, tools, how = openai_messages(fields), openai_tools(fields), common(service, fields)
-    options, given = openai_options(fields), fields.whole("max_completion_tokens", 1, MOST_TOKENS)
+    options, given = openai_options(fields), fields.limit("max_completion_tokens")
     if fields.flag("logprobs"):
         options["logprobs"] = fields.whole("top_logprobs", 0, 20) or 0
     asked = Asked(
         prompts=[rendering(service.engine.tokenizer, messages, tools, fields, how["context"] is not None)],
-        max_tokens=fields.whole("max_tokens", 1, MOST_TOKENS) if given is None else given,
+        max_tokens=fields.limit("max_tokens") if given is None else given,
         options=options,
         n=choices_of(fields),
         tools=tools,

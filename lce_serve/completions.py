@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lce_serve.answering import (
-    MOST_TOKENS,
     Json,
     OpenAIForm,
     answer,
@@ -38,7 +37,7 @@ async def completions(service: Service, request: Request, fields: Fields) -> Res
     engine, how = service.engine, common(service, fields)
     prompts = [_ids(engine, prompt, how["context"] is not None) for prompt in _prompts(fields)]
     options, n_top = openai_options(fields), fields.whole("logprobs", 0, 20)
-    max_tokens, n = fields.whole("max_tokens", 0, MOST_TOKENS), choices_of(fields)
+    max_tokens, n = fields.limit("max_tokens", 0), choices_of(fields)
     if n_top is not None:
         options["logprobs"] = n_top
     form = _Form(service, n_top, fields.inner("stream_options").flag("include_usage"))
@@ -52,7 +51,7 @@ async def completions(service: Service, request: Request, fields: Fields) -> Res
         ids = [await asyncio.to_thread(make) for make in prompts]
         return Json(form.unanswered([len(each) for each in ids], n))
     grammar = grammar_of(fields.inner("response_format"), Tools())
-    asked = Asked(prompts, 16 if max_tokens is None else max_tokens, options, n, grammar=grammar, **how)
+    asked = Asked(prompts, max_tokens if "max_tokens" in fields.body else 16, options, n, grammar=grammar, **how)
     return await answer(service, request, asked, form)
 
 

@@ -13,12 +13,10 @@ from lce_serve.answering import Json, common
 from lce_serve.contexts import as_object
 from lce_serve.conversation import prompt_or_messages, rendered
 from lce_serve.fields import Fields
-from lce_serve.generation import engine_for, longest, room
+from lce_serve.generation import engine_for, room
 from lce_serve.refusals import Refusal, wrong
 from lce_serve.service import Service
 from lce_serve.sse import unless_gone
-
-ANY = 1 << 40  # tokens, more than any text has
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -39,16 +37,10 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.started,
         "owned_by": "lce",
-        "max_model_len": _longest(engine),
+        "max_model_len": engine.setup.readable,
         "meta": {"n_vocab": engine.setup.model.config.vocab_size, "window": engine.window},
         "sampling": engine.setup.sampling_for({}),
     }
-
-
-def _longest(engine: Any) -> int | None:
-    """Return the largest number of tokens that the method can read; None if there is no limit."""
-    found = longest(engine, 0, ANY)
-    return None if found == ANY else found
 
 
 async def models(service: Service, request: Request) -> Response:
@@ -72,12 +64,12 @@ async def props(service: Service, request: Request) -> Response:
         {
             "model_alias": service.settings.model,
             "total_slots": batch.max_lanes,
-            "n_ctx": _longest(engine),
+            "n_ctx": engine.setup.readable,
             "chat_template": engine.tokenizer.chat_template or "",
             "method": repr(engine.method),
             "window": engine.window,
             "methods": lce.methods.available(),
-            "default_generation_settings": {"n_ctx": _longest(engine), "params": engine.setup.sampling_for({})},
+            "default_generation_settings": {"n_ctx": engine.setup.readable, "params": engine.setup.sampling_for({})},
             "modalities": {"vision": False, "audio": False},
         }
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 from lce_serve.refusals import Refusal, wrong
 
+MOST_TOKENS = 1 << 24  # the largest limit of tokens; a larger one means this one
+
 
 class Fields:
     """The fields of a JSON object. A method `text`, `number` and so on returns a field's value, or the default.
@@ -60,6 +62,13 @@ class Fields:
             raise wrong(self.name(field), found, expected)
         return None if found is None else int(found)
 
+    def limit(self, field: str, least: int = 1) -> int | None:
+        """Return a limit of tokens. A limit of -1 is none, as a missing one."""
+        if self.body.get(field) == -1:
+            return None
+        found = self.whole(field, least, 2**63)
+        return None if found is None else min(found, MOST_TOKENS)
+
     def items(self, field: str, most: int) -> list[Any]:
         """Return a list of at most `most` items, empty if the field is missing."""
         found = self.value(field, list, "a list")
@@ -80,7 +89,7 @@ class Fields:
         """Return the fields of each object in a list."""
         return [Fields(item, f"{self.name(field)}[{i}]") for i, item in enumerate(self.items(field, most))]
 
-    def stops(self, field: str, most: int = 16) -> list[str]:
+    def stops(self, field: str, most: int = 64) -> list[str]:
         """Return stop strings: one string, or a list of them. Empty strings are left out."""
         found = self.value(field, (str, list), "a string or a list of strings")
         texts = [found] if isinstance(found, str) else self.items(field, most) if found else []

@@ -21,7 +21,7 @@ from lce_serve.service import Record, Service
 from lce_serve.tools import Call, Tools
 
 DEFAULT_TOKENS = 4096  # the most tokens of an answer whose request gives no limit
-LEAST_TOKENS = 16  # a limit that the client did not give is not lowered below this
+LEAST_TOKENS = 16  # while memory is short, a limit is not lowered below this
 COMPILE_S = 10.0  # seconds that the grammar of a request may take
 
 Shorter = Callable[[], Any]
@@ -31,8 +31,8 @@ Shorter = Callable[[], Any]
 class Asked:
     """A request for answers. Each of `prompts` is a function that blocks and returns token ids or a rendered chat.
 
-    `grammar` compiles the answer's grammar. `options` are those of `Batch.stream`. A `max_tokens` of None stands for as
-    many as the method and memory allow, at most `DEFAULT_TOKENS`.
+    `grammar` compiles the answer's grammar. `options` are those of `Batch.stream`. A `max_tokens` of None stands for
+    `DEFAULT_TOKENS`. It is lowered to what the method and memory allow.
     """
 
     prompts: list[Callable[[], Any]]
@@ -104,7 +104,7 @@ class Choice:
         return Delta(self.index, text, calls, fresh)
 
     async def pieces(self) -> AsyncGenerator[Any]:
-        """Yield the pieces of the stream. A limit that the client did not give is lowered until memory suffices."""
+        """Yield the pieces of the stream. The limit is lowered until memory suffices."""
         begun = False
         while True:
             try:
@@ -275,10 +275,9 @@ class _Submission:
                     return
 
     def _begin(self, prompt: Any, most: int, options: dict[str, Any]) -> tuple[Any, Shorter]:
-        """Start a stream. A limit of tokens that the client did not give is halved while memory is short."""
+        """Start a stream. Its limit of tokens is halved while memory is short."""
         where = {"method": self._setup, "context": self._start}
-        halves = range(1, most.bit_length()) if self._asked.max_tokens is None else ()
-        limits = iter([most, *(most >> n for n in halves if most >> n >= LEAST_TOKENS)])
+        limits = iter([most, *(most >> n for n in range(1, most.bit_length()) if most >> n >= LEAST_TOKENS)])
 
         def begin() -> Any:
             failure: CapacityError | None = None
@@ -325,24 +324,14 @@ def engine_for(batch: Any, method: str | None, options: dict[str, Any] | None) -
 
 
 def room(engine: Any, n_prompt: int, given: int | None) -> int:
-    """Return the largest length of an answer in tokens. Refuses a text that is longer than the method can read."""
-    warning = engine.setup.beyond(n_prompt + (1 if given is None else given))
-    if warning is not None:
+    """Return the most tokens of an answer, lowered to what the method can read behind the prompt, but at least one.
+
+    Refuses a prompt that is longer than the method can read.
+    """
+    if (warning := engine.setup.beyond(n_prompt)) is not None:
         raise Refusal(400, warning, "messages", TOO_LONG)
-    if given is not None:
-        return given
-    return longest(engine, n_prompt, DEFAULT_TOKENS)
-
-
-def longest(engine: Any, before: int, most: int) -> int:
-    """Return how many tokens the method reads behind `before` tokens, `most` at most. Found by bisection."""
-    if engine.setup.beyond(before + most) is None:
-        return most
-    fits, too_many = 1, most
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if engine.setup.beyond(before + middle) is None else (fits, middle)
-    return fits
+    most, limit = DEFAULT_TOKENS if given is None else given, engine.setup.readable
+    return most if limit is None else max(1, min(most, limit - n_prompt))
 
 
 async def _constraints(service: Service, asked: Asked, n: int) -> list[Any]:

@@ -21,6 +21,8 @@ from lce_serve.tools import CLOSE, OPEN, Tools
 
 _COMPLETE = ("EndOfSentence", "NoExtension", "NoExtensionBias")
 _ANY = "%llguidance {}\nstart: /(.|\\n)*/\n"
+# White space within JSON is bounded, so that no answer is lost in blanks: a line break with an indent, or two blanks.
+_BLANKS = {"whitespace_pattern": r"\r?\n[ \t]{0,32}|[ \t]{1,2}"}
 _LIMITS = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexer_states": 50_000}
 
 
@@ -193,8 +195,16 @@ def tools_grammar(tools: Tools, schemas: dict[str, dict[str, Any]]) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    guidance = {"lenient": True, **(schema.get("x-guidance") or {})}
-    return f"%json {json.dumps({**schema, 'x-guidance': guidance})}"
+    return f"%json {json.dumps(_guided(schema))}"
+
+
+def _guided(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that says how it is enforced. What its own `x-guidance` says of white space holds."""
+    own = schema.get("x-guidance") or {}
+    if not isinstance(own, dict):
+        return schema
+    blanks = {} if any(name.startswith("whitespace") for name in own) else _BLANKS
+    return {**schema, "x-guidance": {"lenient": True, **blanks, **own}}
 
 
 def _fault(vocabulary: Vocabulary, schema: dict[str, Any]) -> str | None:
@@ -206,7 +216,7 @@ def _fault(vocabulary: Vocabulary, schema: dict[str, Any]) -> str | None:
 def _of_schema(vocabulary: Vocabulary, schema: dict[str, Any]) -> Constraint | str:
     """Compile the grammar of a text that a schema allows, or return in a line why this cannot be done."""
     try:
-        return compiled(vocabulary, llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": True}))
+        return compiled(vocabulary, llguidance.LLMatcher.grammar_from_json_schema(_guided(schema)))
     except ValueError as error:  # a number beyond 64 bits, or half a surrogate pair
         return _line(str(error))
 

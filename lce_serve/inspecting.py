@@ -36,8 +36,8 @@ async def inspect(service: Service, request: Request, fields: Fields) -> Respons
     variables, n = fields.object("chat_template_kwargs"), fields.whole("max_tokens", 1, MOST_TOKENS) or LAST
     context = how["context"]
 
-    def begin() -> tuple[Any, list[int]]:
-        """Have the batch read the prompt but for its end. Return the stream, and the ids of the end."""
+    def begin() -> tuple[Any, list[int], int]:
+        """Have the batch read the prompt but for its end. Return the stream, the ids of the end, and the room."""
         engine, start = beginning(service, context, how["method"], how["method_options"])
         tokenizer, before = engine.tokenizer, 0 if start is None else len(start)
         if prompt is None:
@@ -45,14 +45,14 @@ async def inspect(service: Service, request: Request, fields: Fields) -> Respons
             ids = tokenizer.encode_parts(text)
         else:
             ids = tokenizer.encode(prompt, bos=None if context is None else False)
-        room(engine, before + len(ids), n)
+        most = room(engine, before + len(ids), n)
         cut = max(len(ids) - LAST, 0 if before else 1)
         if cut >= len(ids):
             raise Refusal(400, "the prompt is too short; expected two tokens or more", "prompt")
         sampling.update(engine.setup.sampling_for(sampling))
-        return batch.read(ids[:cut], method=engine.setup, context=start), ids[cut:]
+        return batch.read(ids[:cut], method=engine.setup, context=start), ids[cut:], most
 
-    stream, rest = await asyncio.to_thread(begin)
+    stream, rest, n = await asyncio.to_thread(begin)
     try:
         await unless_gone(request, stream.afinish())
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lce_serve.answering import MOST_TOKENS, Json, answer, common, new_id
+from lce_serve.answering import Json, answer, common, new_id
 from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Choice, Delta, Ended, Run
@@ -28,24 +28,22 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 async def messages(service: Service, request: Request, fields: Fields) -> Response:
     """Answer a conversation."""
-    if (max_tokens := fields.whole("max_tokens", 1, MOST_TOKENS)) is None:
-        raise wrong("max_tokens", None, "a whole number")
     options = {
         "temperature": fields.number("temperature", 0, 2),
         "top_p": fields.number("top_p", 0, 1) or None,
         "top_k": fields.whole("top_k", 0, 1 << 31),
-        "stop": (stops := fields.stops("stop_sequences")) or None,
+        "stop": fields.stops("stop_sequences") or None,
     }
     tools, how = _tools(fields), common(service, fields)
     asked = Asked(
         prompts=[rendering(service.engine.tokenizer, _messages(fields), tools, fields, how["context"] is not None)],
-        max_tokens=max_tokens,
+        max_tokens=fields.limit("max_tokens"),
         options={name: value for name, value in options.items() if value is not None},
         tools=tools,
         grammar=grammar_of(Fields({}), tools),
         **how,
     )
-    return await answer(service, request, asked, _Form(service, stops))
+    return await answer(service, request, asked, _Form(service))
 
 
 async def count_tokens(service: Service, request: Request, fields: Fields) -> Response:
@@ -100,9 +98,8 @@ def _tools(fields: Fields) -> Tools:
 class _Form:
     """The form of messages: a block for the text, if there is any, and one for each call."""
 
-    def __init__(self, service: Service, stops: list[str]) -> None:
-        self._id, self._model, self._stops = new_id("msg_"), service.settings.model, stops
-        self._tokenizer = service.engine.tokenizer
+    def __init__(self, service: Service) -> None:
+        self._id, self._model = new_id("msg_"), service.settings.model
 
     def body(self, run: Run) -> dict[str, Any]:
         choice = run.choices[0]
@@ -157,13 +154,10 @@ class _Form:
         }
 
     def _stop(self, choice: Choice) -> dict[str, Any]:
-        """Return why the answer ended. The text before a stop string says which one it was."""
+        """Return why the answer ended, and the stop string that ended it."""
         reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
-        if choice.reason == "stop" and self._stops:
-            result = choice.stream.result
-            rest = self._tokenizer.decode(result.token_ids)[len(result.text) :]
-            if (found := next((stop for stop in self._stops if rest.startswith(stop)), None)) is not None:
-                return {"stop_reason": "stop_sequence", "stop_sequence": found}
+        if choice.reason == "stop" and (found := choice.stream.result.stop) is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": found}
         return {"stop_reason": reasons.get(choice.reason, "end_turn"), "stop_sequence": None}
 
 

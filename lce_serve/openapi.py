@@ -12,7 +12,7 @@ TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
 CONTENT: Schema = {"oneOf": [TEXT, {"type": "array", "items": OBJECT}]}
-STOP: Schema = {"oneOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 16}]}
+STOP: Schema = {"oneOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 64}]}
 TOOLS: Schema = {"type": "array", "items": OBJECT, "maxItems": 128}
 CHOICE: Schema = {"oneOf": [TEXT, OBJECT]}
 
@@ -25,7 +25,7 @@ def _whole(least: int, most: int) -> Schema:
     return {"type": "integer", "minimum": least, "maximum": most}
 
 
-COUNT = _whole(1, 1 << 24)
+COUNT = _whole(-1, 1 << 63)
 OWN: Schema = {
     "model": TEXT,
     "stream": FLAG,
@@ -44,6 +44,7 @@ SAMPLING: Schema = {
     "frequency_penalty": _number(-2, 2),
     "repetition_penalty": _number(0.01, 100),
     "stop": STOP,
+    "stop_token_ids": {"type": "array", "items": {"type": "integer"}},
     "logit_bias": OBJECT,
 }
 MESSAGES: Schema = {
@@ -69,7 +70,7 @@ CHAT: Schema = {
 COMPLETIONS: Schema = {
     **OPENAI,
     "prompt": {"oneOf": [TEXT, {"type": "array", "minItems": 1}]},
-    "max_tokens": _whole(0, 1 << 24),
+    "max_tokens": COUNT,
     "echo": FLAG,
     "logprobs": _whole(0, 20),
 }
@@ -115,7 +116,7 @@ _BODIES: dict[str, tuple[str, Schema, list[str], bool]] = {  # summary, fields, 
     "/v1/chat/completions": ("Answer a conversation", CHAT, ["messages"], True),
     "/v1/completions": ("Continue a text", COMPLETIONS, ["prompt"], True),
     "/v1/responses": ("Answer a conversation of items", RESPONSES, ["input"], True),
-    "/v1/messages": ("Answer a conversation, as Anthropic does", ANTHROPIC, ["messages", "max_tokens"], True),
+    "/v1/messages": ("Answer a conversation, as Anthropic does", ANTHROPIC, ["messages"], True),
     "/v1/messages/count_tokens": ("Count the tokens of a conversation", COUNTED, ["messages"], False),
     "/tokenize": ("Turn text into token ids", {"content": TEXT, "prompt": TEXT, "add_special": FLAG}, [], False),
     "/detokenize": ("Turn token ids into text", {"tokens": {"type": "array", "items": {"type": "integer"}}}, [], False),

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lce_serve.answering import MOST_TOKENS, answer, common, new_id, openai_options
+from lce_serve.answering import answer, common, new_id, openai_options
 from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run
@@ -30,7 +30,7 @@ async def responses(service: Service, request: Request, fields: Fields) -> Respo
     messages, tools, how = _messages(fields), _tools(fields), common(service, fields)
     asked = Asked(
         prompts=[rendering(service.engine.tokenizer, messages, tools, fields, how["context"] is not None)],
-        max_tokens=fields.whole("max_output_tokens", 1, MOST_TOKENS),
+        max_tokens=fields.limit("max_output_tokens"),
         options=openai_options(fields),
         tools=tools,
         grammar=grammar_of(fields.inner("text").inner("format"), tools),

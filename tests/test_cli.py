@@ -50,6 +50,7 @@ def test_json_is_one_object(tiny_model: Path) -> None:
         "logprobs",
         "warning",
         "seed",
+        "stop",
         "method",
         "stats",
         "context",

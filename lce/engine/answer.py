@@ -49,6 +49,7 @@ class GenerationOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    stop_token_ids: Sequence[int]
     constraint: Constraint | None  # what the text must match; an object for one answer alone
     logprobs: int | None  # record log-probabilities: each token's own, and those of this many likeliest tokens
     progress: Progress | bool | None  # prefill's progress: True for a bar, or a callback (tokens done, total)
@@ -183,7 +184,8 @@ class Answer:
         self, options: Options, eos_ids: Set[int], tokenizer: Tokenizer, result: Generation, prompt: Sequence[int] = ()
     ) -> None:
         self.options, self.result, self.done = options, result, False
-        self._eos_ids = eos_ids
+        stops = {i: stop for stop in options.sampling.stops if (i := tokenizer.special_id(stop)) is not None}
+        self._stops: dict[int, str | None] = {**dict.fromkeys((*eos_ids, *options.sampling.stop_token_ids)), **stops}
         self._sampler = None if options.sampling.greedy else Sampler(options.sampling, prompt)
         self._detokenizer = tokenizer.stream()
         self._watch = StopWatch(options.sampling.stops)
@@ -211,7 +213,7 @@ class Answer:
             constraint.accept(token_id)
         now = time.perf_counter()
         ids, entries, text, reason = [token_id], list[TokenLogprobs](), "", ""
-        if token_id in self._eos_ids:
+        if token_id in self._stops:
             ids, reason = [], "stop"
         else:
             if options.logprobs is not None:
@@ -232,6 +234,7 @@ class Answer:
         if result.logprobs is not None:
             result.logprobs += entries
         result.text, result.finish_reason, self.done = result.text + text, reason, reason != ""
+        result.stop = self._watch.stopped or self._stops.get(token_id)
         return text
 
 
@@ -257,7 +260,7 @@ class StopWatch:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = stops
-        self.stopped = False
+        self.stopped: str | None = None  # the stop string that ended the text
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -265,10 +268,10 @@ class StopWatch:
         if self.stopped:
             return ""
         self._held += text
-        found = [(at + len(stop), at) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return self._held[: min(found)[1]]
+            _, at, self.stopped = min(found)
+            return self._held[:at]
         certain = len(self._held) - max((_overlap(self._held, stop) for stop in self.stops), default=0)
         text, self._held = self._held[:certain], self._held[certain:]
         return text

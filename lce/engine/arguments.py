@@ -38,6 +38,13 @@ def _bias(value: Any) -> dict[int, float]:
     return found
 
 
+def _ids(value: Any) -> tuple[int, ...]:
+    found = tuple(operator.index(token_id) for token_id in value)
+    if any(token_id < 0 for token_id in found):
+        raise ValueError
+    return found
+
+
 def _stops(value: Any) -> tuple[str, ...] | Callable[[str], object]:
     if callable(value) and not isinstance(value, type):
         return cast("Callable[[str], object]", value)
@@ -65,7 +72,8 @@ class Sampling(Record):
     keeps the k likeliest tokens, `top_p` the fewest tokens whose probabilities add up to p, and `min_p` the tokens
     whose probability is at least `min_p` times that of the likeliest. By default no filter drops a token.
     The same `seed` draws the same tokens; None is a new seed for each answer. The text ends before the first of the
-    strings `stop`. A function `stop` is called with the text so far after each token; True ends the text.
+    strings `stop`, and before the tokens `stop_token_ids`. The string of a special token stands for the token as well.
+    A function `stop` is called with the text so far after each token; True ends the text.
     """
 
     temperature: float = option(
@@ -111,6 +119,7 @@ class Sampling(Record):
     logit_bias: Mapping[int, float] = option(
         factory=dict, parse=Checked("token ids with numbers from -100 to 100", lambda x: True, _bias)
     )
+    stop_token_ids: Sequence[int] = option((), parse=Checked("a list of token ids", lambda x: True, _ids))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -128,9 +137,10 @@ class Sampling(Record):
         return self.temperature == 0 and not self.penalises and not self.logit_bias
 
     def check(self, vocab_size: int) -> None:
-        """Raise `UsageError` if `logit_bias` has ids beyond a vocabulary."""
-        if (wrong := max(self.logit_bias, default=0)) >= vocab_size:
-            raise UsageError(f"logit_bias has token {wrong}; expected ids below {vocab_size}, the model's vocabulary")
+        """Raise `UsageError` if `logit_bias` or `stop_token_ids` have ids beyond a vocabulary."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            if (wrong := max(ids, default=0)) >= vocab_size:
+                raise UsageError(f"{name} has token {wrong}; expected ids below {vocab_size}, the model's vocabulary")
 
 
 def are_many(prompt: object) -> bool:

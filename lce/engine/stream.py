@@ -58,9 +58,9 @@ class Generation:
     """A generated `text`, its `token_ids`, and the figures in `stats`.
 
     `finish_reason` says why the text ended: `stop` for an end token or the option `stop`, `length` for `max_tokens`,
-    `cancelled` for a stream that was ended early. It is empty until the text ends. `logprobs`, if requested, has an
-    entry for each token. `warning` says that the text became longer than the method can read. `seed` draws the same
-    tokens again; None if nothing was drawn.
+    `cancelled` for a stream that was ended early. It is empty until the text ends. `stop` is the stop string that ended
+    the text, if one did. `logprobs`, if requested, has an entry for each token. `warning` says that the text became
+    longer than the method can read. `seed` draws the same tokens again; None if nothing was drawn.
     """
 
     text: str = ""
@@ -70,6 +70,7 @@ class Generation:
     logprobs: list[TokenLogprobs] | None = None
     warning: str | None = None
     seed: int | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 `JsonVocabulary` is tokenizer.json, read by the tokenizers library. `SentencePieceVocabulary` is tokenizer.model, read
 by sentencepiece. Both encode a text with special tokens in it. `token` maps an id to the token's string (None for an id
 that no token has), and `id_of` a string to the id. `size` is the highest id + 1, `special` are the ids that decoding
-skips, `prefix` and `suffix` are the ids that the file puts before and after every text. An error of either library is
-raised as an error of lce with one line of text.
+skips, `ends` those of well-known tokens that end a text or a turn, `prefix` and `suffix` are the ids that the file puts
+before and after every text. An error of either library is raised as an error of lce with one line of text.
 """
 
 import json
@@ -20,6 +20,7 @@ import tokenizers
 
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.files import MAX_FILE_BYTES, Reader, named, object_of, parse_json
+from lce.tokenizer.gguf import ENDS
 from lce.tokenizer.spelling import MOST_STEPS, Spelling, check_steps
 
 # The protobuf field normalizer_spec.add_dummy_prefix = 0. Appended to a model's bytes, it overrides the model's field.
@@ -104,6 +105,7 @@ class JsonVocabulary:
             self.size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             added = library.get_added_tokens_decoder()
             self.special = {token_id for token_id, token in added.items() if token.special}
+            self.ends = sorted(token_id for token_id, token in added.items() if token.content in ENDS)
             decoder = library.decoder
             self.spelling = Spelling.of_decoder(json.loads(decoder.__getstate__()) if decoder else None)
             self.prefix, self.suffix = self._around(next((token.content for token in added.values()), "a"))
@@ -161,6 +163,7 @@ class SentencePieceVocabulary:
         self.id_of: Callable[[str], int | None] = self._ids.get
         self.size = max(self._tokens) + 1
         self.special = controls | {self._ids[name] for name in config.special_names if name in self._ids}
+        self.ends = sorted(i for i in {*self.special, *config.added.values()} if self._tokens[i] in ENDS)
         whole = {self._tokens[token_id] for token_id in self.special} | set(config.added)
         self._split = re.compile(f"({_longest_of(whole)})")
         self.spelling = Spelling((("▁", " "),), form="byte_fallback", strip=" ", strip_count=int(spaced))

@@ -32,8 +32,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # type
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # special ids of the kind "llama", if the metadata has none
-# Control and user-defined tokens that end a text or a turn, whichever ids the metadata names.
-_ENDS = {
+# Control and added tokens that end a text or a turn, whichever ids a file or a config names.
+ENDS = {
     *("</s>", "<EOT>", "_<EOT>", "[EOS]", "[EOT]", "<eos>", "<end_of_turn>", "<end_of_utterance>", "<|end_of_text|>"),
     *("<|endoftext|>", "<|end|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<｜end▁of▁sentence｜>"),
 }
@@ -101,7 +101,7 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
         ids[0] = _LLAMA_IDS["eos"]
     found = [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < len(tokens)]
     pairs = zip(tokens, types, strict=False)
-    found += [i for i, (token, kind) in enumerate(pairs) if token in _ENDS and kind in (_CONTROL, _USER_DEFINED)]
+    found += [i for i, (token, kind) in enumerate(pairs) if token in ENDS and kind in (_CONTROL, _USER_DEFINED)]
     return list(dict.fromkeys(found))
 
 

@@ -58,7 +58,7 @@ class Tokenizer:
     """A checkpoint's tokenizer, which `from_files` makes. It never changes, and threads may share it.
 
     `vocab_size` is the highest id + 1; the model's embedding may have more rows. `bos_token` is the string of `bos_id`,
-    and `eos_token` is the string of the one id in `eos_ids`. The model's config may name more ids that end a text.
+    `eos_token` that of the first of `eos_ids`, which end a text or a turn. The model's config may name more of these.
     """
 
     def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, vocab_size: int | None) -> None:
@@ -71,7 +71,7 @@ class Tokenizer:
         self._bytes_of = cache(lambda i, first: None if (name := token(i)) is None else spelled(name, first))
         self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
         self.eos_token, eos_id = self._find("eos_token", config.eos_token, vocabulary.eos_id)
-        self.eos_ids = () if eos_id is None else (eos_id,)
+        self.eos_ids = tuple(dict.fromkeys((*(() if eos_id is None else (eos_id,)), *vocabulary.ends)))
         self._special = vocabulary.special | {i for i in (self.bos_id, eos_id) if i is not None}
         self._prefix = _with_or_without(vocabulary.prefix, self.bos_id, config.add_bos, at_end=False)
         self._suffix = _with_or_without(vocabulary.suffix, eos_id, config.add_eos, at_end=True)
@@ -190,6 +190,10 @@ class Tokenizer:
     def bytes_of(self, token_id: int) -> bytes | None:
         """Return the bytes that a token adds to a text; None for a control token, and for an id without a token."""
         return None if token_id in self._special else self._bytes_of(token_id, False)
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is exactly `text`, if there is one: no decoded text has it."""
+        return found if (found := self._vocabulary.id_of(text)) in self._special else None
 
     def has_control(self, text: str) -> bool:
         """Return whether `text` has a control token written out, as a prompt in the chat format has."""

@@ -30,8 +30,10 @@ def test_openais_own_client(address: str) -> None:
             kinds = [event.type for event in events]
         assert kinds[-1] in ("response.completed", "response.incomplete")
         with pytest.raises(openai.BadRequestError, match="more than the") as error:
-            client.chat.completions.create(model="tiny", messages=HI, max_tokens=9999)
+            client.completions.create(model="tiny", prompt=[5] * 5000, max_tokens=9999)
         assert error.value.code == "context_length_exceeded"
+        lowered = client.chat.completions.create(model="tiny", messages=HI, max_tokens=9999, stop=[" "])
+        assert lowered.choices[0].finish_reason == "stop"
 
 
 def test_openais_client_asks_for_schemas_calls_and_streams_at_once(address: str, engine: lce.Engine) -> None:
