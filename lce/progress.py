@@ -1,5 +1,6 @@
 """Reports of the progress of long calls, to a callback or as a bar on stderr."""
 
+import logging
 import os
 import sys
 import time
@@ -35,8 +36,13 @@ def is_silent() -> bool:
 
 
 def notice(text: str) -> None:
-    """Print on stderr a line that tells the user what takes time."""
-    if not is_silent():
+    """Tell the user in a line what takes time: by the logger `lce` where a program has set it up, else on stderr."""
+    log = logging.getLogger("lce")
+    if is_silent() or log.level > logging.INFO:
+        return
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info(text)
+    else:
         with bars_cleared():
             print(f"lce: {text}", file=sys.stderr)
 

@@ -1,6 +1,7 @@
 """Progress: a callback as it is, or a bar on stderr."""
 
 import fcntl
+import logging
 import os
 import re
 import select
@@ -130,3 +131,20 @@ def test_a_quiet_command_silences_no_notice_after_it(tiny_model: Path, capsys: p
     assert "method auto" in run(*line, "Hello").stderr
     lce.load(tiny_model, "auto")
     assert "method auto" in capsys.readouterr().err
+
+
+def test_notices_go_to_a_programs_own_logging(capfd: pytest.CaptureFixture[str]) -> None:
+    log, lines = logging.getLogger("lce"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        notice("one")  # nothing is logged below warnings unless a program says so
+        log.setLevel(logging.INFO)
+        notice("two")
+        log.setLevel(logging.WARNING)
+        notice("three")
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    assert (lines, capfd.readouterr().err) == (["two"], "lce: one\n")

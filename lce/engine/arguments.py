@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 from lce.engine.options import Checked, Counted, Record, number, option
 from lce.errors import UsageError
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from lce.tokenizer.chat import ChatText
+
 TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
-Prompt: TypeAlias = "str | TokenIds"
-Prompts: TypeAlias = (
-    "list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[NDArray[np.integer[Any]]] | Sequence[Tensor]"
-)
+Prompt: TypeAlias = "str | ChatText | TokenIds"
+Prompts: TypeAlias = "list[str] | tuple[str, ...] | Sequence[ChatText | TokenIds]"
 
 
 def _whole(value: Any) -> int | None:
@@ -143,11 +143,13 @@ class Sampling(Record):
                 raise UsageError(f"{name} has token {wrong}; expected ids below {vocab_size}, the model's vocabulary")
 
 
-def are_many(prompt: object) -> bool:
-    """Return whether `prompt` is a list of prompts: texts, or lists of token ids."""
+def are_many(prompt: object) -> TypeGuard[Prompts]:
+    """Return whether `prompt` is a list of prompts: texts, rendered chats, or lists of token ids."""
+    from lce.tokenizer.chat import ChatText
+
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
-    return isinstance(prompt[0], str | list | tuple | range) or getattr(prompt[0], "ndim", 0) == 1
+    return isinstance(prompt[0], str | ChatText | list | tuple | range) or getattr(prompt[0], "ndim", 0) == 1
 
 
 def ids_of(prompt: object, vocab_size: int) -> list[int]:

@@ -11,7 +11,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ from lce.engine.stream import Generation
 from lce.errors import UsageError, shown
 from lce.files import path_of
 from lce.methods.base import Method
-from lce.methods.registry import make
+from lce.methods.registry import make, with_knobs
 from lce.models.products import SHARED_ROWS
 from lce.sizes import count, in_bytes
 from lce.system import free_host_memory
@@ -93,16 +93,10 @@ class Batch(Unique):
 
         Raises `UsageError` for a method or knobs that cannot be used.
         """
-        if options is not None and not isinstance(options, Mapping):
-            raise UsageError(f"method_options is {shown(options)}; expected a mapping of knobs to values")
         if not options and (method is None or isinstance(method, Setup)):
             return method or self.setup
-        if method is None:
-            method = self.setup.method.label
-        if isinstance(method, str):
-            method = make(method, dict(options or {}))
-        elif options:
-            raise UsageError("method_options are for a method's name; give the method its knobs")
+        named = with_knobs(self.setup.method.label if method is None else method, options)
+        method = make(named) if isinstance(named, str) else named
         if not isinstance(method, Method):
             raise UsageError(f"method is {shown(method)}; expected a method's name, or an instance of Method")
         with self._choosing:
@@ -110,7 +104,7 @@ class Batch(Unique):
 
     def stream(
         self,
-        prompt: Prompt | ChatText,
+        prompt: Prompt,
         *,
         method: str | Method | Setup | None = None,
         method_options: Mapping[str, Any] | None = None,
@@ -128,9 +122,18 @@ class Batch(Unique):
         """
         return self._ask(prompt, method, method_options, context, options, Request.hold if keep_context else None)
 
+    def chat(self, messages: str | Sequence[Mapping[str, str]], **how: Any) -> BatchStream:
+        """Ask for the answer to messages, or to one user's message given as a text. Takes what `stream` takes.
+
+        Messages and missing sampling are as in `Engine.chat`.
+        """
+        asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        text = self.setup.tokenizer.render_chat(asked, following=how.get("context") is not None)
+        return self.stream(text, **self.setup.sampling_for(how))
+
     def read(
         self,
-        prompt: Prompt | ChatText,
+        prompt: Prompt,
         *,
         method: str | Method | Setup | None = None,
         method_options: Mapping[str, Any] | None = None,
@@ -151,7 +154,7 @@ class Batch(Unique):
 
     def _ask(
         self,
-        prompt: Prompt | ChatText,
+        prompt: Prompt,
         method: str | Method | Setup | None,
         knobs: Mapping[str, Any] | None,
         context: Context | None,
@@ -165,10 +168,8 @@ class Batch(Unique):
         start = own_context(setup, context)
         options = seeded(checked_options(setup, {"max_tokens": 1} if given is None else given))
         chat = prompt if isinstance(prompt, ChatText) else None
-        ids = prompt_ids(setup, prompt, start) if chat is None else setup.tokenizer.encode_parts(chat)
+        ids = prompt_ids(setup, prompt, start)
         request = Request(setup, chat, ids, options, start, given is None, hand_over)
-        if not ids and start is None:
-            raise UsageError("the prompt is empty; expected some text")
         ALLOWANCE.check_alone(setup.layout, len(ids) + options.max_tokens)
         request.asked = time.perf_counter()
         request.result.stats.prompt_tokens = len(ids)
@@ -216,7 +217,7 @@ class Batch(Unique):
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
 
-def answers(setup: Setup, prompts: Prompt | Prompts, options: Mapping[str, Any]) -> list[Generation]:
+def answers(setup: Setup, prompts: Prompts, options: Mapping[str, Any]) -> list[Generation]:
     """Return the answers to several prompts, for `Engine.generate`."""
     context = checked_options(setup, options).context
     all_ids = [prompt_ids(setup, each, context) for each in prompts]

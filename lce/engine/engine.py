@@ -51,7 +51,7 @@ class Engine(Unique):
     def generate(self, prompt: Prompts, **options: Unpack[GenerationOptions]) -> list[Generation]: ...
 
     def generate(self, prompt: Prompt | Prompts, **options: Unpack[GenerationOptions]) -> Generation | list[Generation]:
-        """Prefill `prompt` (text or token ids) and generate up to `max_tokens` tokens.
+        """Prefill `prompt` (text, token ids, or a rendered chat) and generate up to `max_tokens` tokens.
 
         Options: `max_tokens` (256), `context` to continue, the knobs of `Sampling` as keywords (`temperature`, `top_k`,
         `top_p`, `min_p`, `seed`, `stop`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`) or

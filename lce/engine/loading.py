@@ -19,6 +19,7 @@ from lce.engine.sizing import devices_of, facts_of, fitted, sizes_of
 from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.base import Method
+from lce.methods.registry import with_knobs
 from lce.methods.run import Driver
 from lce.models.layers import Model, model_class, read_config
 from lce.models.ranks import ALONE, Ranks
@@ -61,8 +62,8 @@ def load(given: Loading) -> Engine:
 
 def _again(given: Loading, method: str | Method, sharing: Setup) -> Setup:
     """Return a setup with another method, and another setup's weights and options."""
-    other = {"method": method, "sharing": Engine(sharing), "prefill_method": None, "threads": None}
-    return load(**vars(given) | other).setup
+    other = dict.fromkeys(("method_options", "prefill_method", "threads"))
+    return load(**vars(given) | {"method": method, "sharing": Engine(sharing)} | other).setup
 
 
 def _loaded(given: Loading, ranks: Ranks) -> Setup:
@@ -79,7 +80,8 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     facts = facts_of(given, source, config)
     like = sharing.setup.layout if isinstance(sharing, Engine) else None
     borders = like.borders if like is not None and all_devices(like) == devices else None
-    chosen = fitted(given.method, facts, cast("int | None", given.length), given.prefill_method)
+    method_given = with_knobs(given.method, given.method_options)
+    chosen = fitted(method_given, facts, cast("int | None", given.length), given.prefill_method)
     made = sizes_of(given, facts, chosen, devices, scheme, checkpoint, ranks, borders)
     own, layout, attention = made.config, made.layout, Attention.choose(given.attention)
     if sharing is not None:

@@ -74,7 +74,8 @@ def takes(record: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]
 
         @wraps(work)
         def call(*args: P.args, **options: P.kwargs) -> R:
-            check_names(options, signature.parameters, "option")
+            knobs = "; a method's knobs go in method_options" if "method_options" in signature.parameters else ""
+            check_names(options, signature.parameters, "option", knobs)
             return work(record(*args, **options))
 
         returned = inspect.signature(work).return_annotation
@@ -101,11 +102,11 @@ def options_of(record: type[Record]) -> dict[str, Field[Any]]:
     return {each.name: each for each in fields(record)}  # type: ignore[arg-type]  # subclasses are dataclasses
 
 
-def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str) -> None:
-    """Raise `UsageError` if a key of `given` is not in `valid`. `what` is the message's word for a key."""
+def check_names(given: Mapping[str, Any], valid: Iterable[str], what: str, more: str = "") -> None:
+    """Raise `UsageError` if a key of `given` is not in `valid`. `what` is its word for a key, `more` its end."""
     unknown = next((name for name in given if name not in valid), None)
     if unknown is not None:
-        raise UsageError(f"unknown {what} {shown(unknown)}; {nearest(str(unknown), valid)}")
+        raise UsageError(f"unknown {what} {shown(unknown)}; {nearest(str(unknown), valid)}{more}")
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,9 @@ class SizeOptions(Record):
         "a GPU, in that folder and in context files (int8), or all of them everywhere (int8-device).",
         "auto|int8|int8-device",
         more="8 bits take half the bytes of 16. With int8-device decoding reads half the bytes, too.",
+    )
+    method_options: Mapping[str, Any] | None = option(
+        None, more='The knobs of a method given by its name: `method="longheads", method_options={"chunk_size": 128}`.'
     )
     prefill_method: str | Method | None = option(
         None,

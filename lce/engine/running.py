@@ -22,6 +22,7 @@ from lce.models.products import Slices
 from lce.models.ranks import ALONE, Facts, Ranks
 from lce.progress import Progress, reported
 from lce.system import uses_threads
+from lce.tokenizer.chat import ChatText
 from lce.tokenizer.tokenizer import NoTokenizer
 
 Rest = Literal["nothing", "answer", "blocks"]  # what a generation that fails leaves in its context
@@ -44,7 +45,9 @@ def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
 def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> list[int]:
     """Return a prompt as checked token ids. Text that continues a context gets no beginning-of-text token."""
     own_context(setup, context)
-    if isinstance(prompt, str):
+    if isinstance(prompt, ChatText):
+        ids = setup.tokenizer.encode_parts(prompt)
+    elif isinstance(prompt, str):
         ids = setup.tokenizer.encode(prompt, bos=None if context is None else False) if prompt else []
     else:
         ids = ids_of(prompt, setup.config.vocab_size)

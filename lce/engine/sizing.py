@@ -21,7 +21,7 @@ from lce.engine.setup import Planned
 from lce.errors import UsageError, nearest, shown
 from lce.methods.auto import automatic
 from lce.methods.base import Method
-from lce.methods.registry import AUTO, as_method
+from lce.methods.registry import AUTO, as_method, with_knobs
 from lce.methods.run import access_of
 from lce.methods.step import ModelFacts
 from lce.methods.wrapped import Handover
@@ -89,7 +89,8 @@ def planned(given: Planning) -> Planned:
     """Compute an engine's sizes from config.json alone, or from a GGUF file's header; see `plan`."""
     source = source_of(given.model, metadata_only=True)
     facts = facts_of(given, source, read_config(source), plan_only=True)
-    chosen = fitted(given.method, facts, count(given.tokens, "tokens"), given.prefill_method)
+    method = with_knobs(given.method, given.method_options)
+    chosen = fitted(method, facts, count(given.tokens, "tokens"), given.prefill_method)
     own = facts.config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
     scheme = scheme_of(given.weights) or scheme_of(own.get("weights"))
     checkpoint = source.checkpoint if source.types_in_headers else None

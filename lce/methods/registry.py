@@ -161,6 +161,15 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
     return build(cls, given, f"method {name!r}", name)
 
 
+def with_knobs(method: Any, options: Mapping[str, Any] | None) -> Any:
+    """Return a method of a name and the options `method_options`; without options, the method as it is given."""
+    if options is not None and not isinstance(options, Mapping):
+        raise UsageError(f"method_options is {shown(options)}; expected a mapping of knobs to values")
+    if options and not isinstance(method, str):
+        raise UsageError("method_options are for a method's name; give the method its knobs")
+    return make(method, options) if options and isinstance(method, str) else method
+
+
 # By method, the former names of knobs, and the present ones.
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "pages": {

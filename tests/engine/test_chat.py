@@ -320,3 +320,19 @@ def test_a_template_that_writes_nothing_is_the_models_fault(tmp_path: Path) -> N
     engine = lce.load(save_chat(tmp_path, "{# nothing #}", max_position_embeddings=64))
     with pytest.raises(lce.ModelError, match="writes nothing for these messages"):
         engine.chat([{"role": "user", "content": "Hi"}], max_tokens=2)
+
+
+def test_a_rendered_chat_is_a_prompt(load: Callable[..., lce.Engine]) -> None:
+    engine, messages = load("plain"), [{"role": "user", "content": "Is <|end|> a llama?"}]
+    chat = engine.tokenizer.render_chat(messages)
+    asked = engine.chat(messages, max_tokens=9, temperature=0)
+    assert engine.generate(chat, max_tokens=9).token_ids == asked.token_ids
+    assert len(engine.prefill(chat)) == asked.stats.prompt_tokens == len(engine.tokenizer.encode_parts(chat))
+    assert [each.token_ids for each in engine.generate([chat, chat], max_tokens=9)] == 2 * [asked.token_ids]
+
+
+def test_a_batch_answers_messages(load: Callable[..., lce.Engine]) -> None:
+    engine, messages = load("plain"), [{"role": "user", "content": QUESTIONS[0]}]
+    with engine.batch() as batch:
+        found = [batch.chat(each, max_tokens=9).finish() for each in (messages, QUESTIONS[0])]
+    assert [each.token_ids for each in found] == 2 * [engine.chat(messages, max_tokens=9).token_ids]

@@ -196,3 +196,23 @@ def test_no_more_threads_than_cores(
         assert torch.get_num_threads() == found
     said = "lce: 99 threads were asked for, and this process may use 2 of the cores: 2 compute\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_methods_knobs_are_given_beside_its_name(tiny_model: Path) -> None:
+    knobs = {"chunk_size": 8, "chunks": 4}
+    engine = lce.load(tiny_model, method="longheads", method_options=knobs, block=32)
+    assert engine.method == lce.load(tiny_model, LongHeads(**knobs), block=32).method
+    assert engine.setup.using("full").method.name == "full"
+    assert lce.plan(tiny_model, "longheads", tokens=64, method_options=knobs).method == "longheads"
+    for wrong, line in [
+        ({"method": "longheads", "chunk_size": 8}, "a method's knobs go in method_options"),
+        (
+            {"method": "longheads", "method_options": {"chunk": 8}},
+            "no option 'chunk'; valid, with defaults: chunk_size",
+        ),
+        ({"method": LongHeads(), "method_options": knobs}, "give the method its knobs"),
+        ({"method": "full", "method_options": 8}, "method_options is 8; expected a mapping"),
+        ({"method": "auto", "method_options": knobs}, "auto stands for a method"),
+    ]:
+        with pytest.raises(UsageError, match=line):
+            lce.load(tiny_model, **wrong)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def test_each_group_packs_what_the_library_takes() -> None:
     several = received(["--method", "full,streaming", "-o", "streaming.sinks=2"], methods_options)["methods"]
     assert several == [lce.methods.Full(), lce.methods.Streaming(sinks=2)]
     loading = received(["--rope", "ntk", "--rope-factor", "2"], options.loading_options)["loading"]
-    others = set("model method sharing length prefill_method ranks".split())
+    others = set("model method method_options sharing length prefill_method ranks".split())
     assert set(loading) == set(inspect.signature(lce.load).parameters) - others
     divided = received([], options.divided_loading_options)["loading"]
     assert (set(divided) - set(loading), divided["ranks"]) == ({"ranks"}, None)
