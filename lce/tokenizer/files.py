@@ -2,9 +2,10 @@
 
 `JsonVocabulary` is tokenizer.json, read by the tokenizers library. `SentencePieceVocabulary` is tokenizer.model, read
 by sentencepiece. Both encode a text with special tokens in it. `token` maps an id to the token's string (None for an id
-that no token has), and `id_of` a string to the id. `size` is the highest id + 1, `special` are the ids that decoding
-skips, `ends` those of well-known tokens that end a text or a turn, `prefix` and `suffix` are the ids that the file puts
-before and after every text. An error of either library is raised as an error of lce with one line of text.
+that no token has), and `id_of` a string to the id. `size` is the highest id + 1, `own_size` that without added tokens,
+`special` are the ids that decoding skips, `ends` those of well-known tokens that end a text or a turn, `prefix` and
+`suffix` are the ids that the file puts before and after every text. An error of either library is raised as an error of
+lce with one line of text.
 """
 
 import json
@@ -104,6 +105,7 @@ class JsonVocabulary:
             library.add_special_tokens([name for name in config.special_names if self.id_of(name) is not None])
             self.size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             added = library.get_added_tokens_decoder()
+            self.own_size = max({*library.get_vocab().values()} - added.keys(), default=-1) + 1
             self.special = {token_id for token_id, token in added.items() if token.special}
             self.ends = sorted(token_id for token_id, token in added.items() if token.content in ENDS)
             decoder = library.decoder
@@ -162,6 +164,7 @@ class SentencePieceVocabulary:
         self.token: Callable[[int], str | None] = self._tokens.get
         self.id_of: Callable[[str], int | None] = self._ids.get
         self.size = max(self._tokens) + 1
+        self.own_size = max(self._tokens.keys() - {*config.added.values()}, default=-1) + 1
         self.special = controls | {self._ids[name] for name in config.special_names if name in self._ids}
         self.ends = sorted(i for i in {*self.special, *config.added.values()} if self._tokens[i] in ENDS)
         whole = {self._tokens[token_id] for token_id in self.special} | set(config.added)

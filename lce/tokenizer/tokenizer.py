@@ -57,32 +57,32 @@ class Detokenizer:
 class Tokenizer:
     """A checkpoint's tokenizer, which `from_files` makes. It never changes, and threads may share it.
 
-    `vocab_size` is the highest id + 1; the model's embedding may have more rows. `bos_token` is the string of `bos_id`,
-    `eos_token` that of the first of `eos_ids`, which end a text or a turn. The model's config may name more of these.
+    `vocab_size` is the highest id + 1, without added tokens for which the embedding has no row; it may have more rows.
+    `bos_token` is the string of `bos_id`, `eos_token` that of the first of `eos_ids`, which end a text or a turn. The
+    model's config may name more of these.
     """
 
     def __init__(self, vocabulary: Vocabulary, config: TokenizerConfig, vocab_size: int | None) -> None:
-        self.vocab_size, self._vocabulary, self._path = vocabulary.size, vocabulary, vocabulary.path
-        self._id_limit = self.vocab_size if vocab_size is None else vocab_size
-        if self.vocab_size > self._id_limit:
-            has = f"has {self.vocab_size} tokens (ids up to {self.vocab_size - 1})"
+        self._vocabulary, self._path = vocabulary, vocabulary.path
+        self._id_limit = vocabulary.size if vocab_size is None else vocab_size
+        self.vocab_size = min(vocabulary.size, self._id_limit)
+        if (own := vocabulary.own_size) > self._id_limit:
+            has = f"has {own} tokens (ids up to {own - 1})"
             raise ModelError(f"{named(self._path)} {has} but the model's embedding has {vocab_size} rows; {_REMEDY}")
         token, spelled = vocabulary.token, vocabulary.spelling.bytes_of
         self._bytes_of = cache(lambda i, first: None if (name := token(i)) is None else spelled(name, first))
         self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
         self.eos_token, eos_id = self._find("eos_token", config.eos_token, vocabulary.eos_id)
-        self.eos_ids = tuple(dict.fromkeys((*(() if eos_id is None else (eos_id,)), *vocabulary.ends)))
+        ends = (eos_id, *vocabulary.ends)
+        self.eos_ids = tuple(dict.fromkeys(i for i in ends if i is not None and i < self._id_limit))
         self._special = vocabulary.special | {i for i in (self.bos_id, eos_id) if i is not None}
         self._prefix = _with_or_without(vocabulary.prefix, self.bos_id, config.add_bos, at_end=False)
         self._suffix = _with_or_without(vocabulary.suffix, eos_id, config.add_eos, at_end=True)
         self.chat_template, self.tool_template = config.chat_template, config.tool_template
-        self._check(self._prefix + self._suffix, "puts the id {} around every text")
+        if (wrong := max(self._prefix + self._suffix, default=0)) >= self._id_limit:
+            around = f"{named(self._path)} puts the id {wrong} around every text"
+            raise ModelError(f"{around}, but there are only ids 0 to {self._id_limit - 1}; {_REMEDY}")
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
-
-    def _check(self, ids: Sequence[int], what: str) -> None:
-        if (wrong := max(ids, default=0)) >= self._id_limit:
-            only = f"there are only ids 0 to {self._id_limit - 1}"
-            raise ModelError(f"{named(self._path)} {what.format(wrong)}, but {only}; {_REMEDY}")
 
     @classmethod
     def from_files(cls, read: Reader, where: Path, vocab_size: int | None = None) -> "Tokenizer":
@@ -131,7 +131,9 @@ class Tokenizer:
             remedy = "expected Unicode text, as decoding with errors='replace' gives"
             raise DataError(f"the text has {fault}; {remedy}") from error
         ids = self._vocabulary.encode(text)
-        self._check(ids, "encodes this text with the id {}")
+        if (wrong := max(ids, default=0)) >= self._id_limit:
+            added = f"the text has {shown(self._vocabulary.token(wrong))}, a token that {named(self._path)} adds"
+            raise DataError(f"{added} as id {wrong}, but the model has ids 0 to {self._id_limit - 1}; leave it out")
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

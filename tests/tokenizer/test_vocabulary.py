@@ -5,6 +5,7 @@ Oracles: the tokenizers library, sentencepiece itself, and transformers' LlamaTo
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,29 @@ def test_added_tokens_over_sentencepiece(tiny_sentencepiece: bytes, tmp_path: Pa
     ids = tokenizer.encode("fox<|im_end|><tool>", bos=False)
     assert (ids[-2:], tokenizer.vocab_size, tokenizer.decode(ids)) == ([400, 405], 406, "fox<tool>")
     assert tokenizer.decode([402, *ids, 409]) == "fox<tool>"  # a gap in the vocabulary, and a row beyond it
-    with refused(ModelError, "406", "405"):
-        Source(tmp_path).tokenizer(vocab_size=405)
+    with refused(ModelError, "400", "399"):
+        Source(tmp_path).tokenizer(vocab_size=399)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_an_added_token_beyond_the_embedding(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """It is refused where it occurs. All other texts, and all tokens within the embedding, are as before."""
+    shutil.copytree(folders[kind], tmp_path, dirs_exist_ok=True)
+    n_rows = Source(tmp_path).tokenizer().vocab_size
+    if kind == "sentencepiece":
+        write_json(tmp_path, "added_tokens.json", {"<image>": n_rows})
+    else:
+        library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        library.add_tokens(["<image>"])
+        library.save(str(tmp_path / "tokenizer.json"))
+    before, tokenizer = Source(folders[kind]).tokenizer(n_rows), Source(tmp_path).tokenizer(n_rows)
+    assert (tokenizer.vocab_size, tokenizer.encode("a fox")) == (n_rows, before.encode("a fox"))
+    assert tokenizer.decode(list(range(n_rows))) == before.decode(list(range(n_rows)))
+    with refused(DataError, "the text has '<image>', a token", f"id {n_rows}", f"ids 0 to {n_rows - 1}; leave it out"):
+        tokenizer.encode("a fox<image>")
+    assert Source(tmp_path).tokenizer(n_rows + 1).encode("<image>")[-1] == n_rows
+    with refused(ModelError, f"but the model's embedding has {n_rows - 9} rows"):
+        Source(tmp_path).tokenizer(n_rows - 9)
 
 
 def test_space_only_before_the_text_itself(tiny_sentencepiece: bytes, tmp_path: Path) -> None:
