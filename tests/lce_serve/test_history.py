@@ -254,3 +254,41 @@ def test_system_text_stands_where_the_template_takes_it(tmp_path: Path, name: st
         for api in PATHS:
             answer, prompt = ask(api, messages)
             assert (answer.status_code, prompt) == (200, seen), answer.text
+
+
+HELLO = [user("hello")]
+BILLING = "x-anthropic-billing-header: cc_version=1; cch={};"
+RULES = "rule " * 40 + "end"
+FIRST_LINES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "blocks": ("m", lambda line: {"system": [{"type": "text", "text": text} for text in (line, RULES)]}),
+    "text": ("m", lambda line: {"system": f"{line}\n{RULES}"}),
+    "alone": ("m", lambda line: {"system": line}),
+    "chat": ("c", lambda line: {"messages": [{"role": "system", "content": f"{line}\n{RULES}"}, *HELLO]}),
+    "in messages": ("m", lambda line: {"messages": [{"role": "system", "content": f"{line}\n{RULES}"}, *HELLO]}),
+    "instructions": ("r", lambda line: {"instructions": f"{line}\n{RULES}"}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", FIRST_LINES)
+def test_a_first_system_line_that_only_changes_is_dropped(ask: Ask, case: str, stream: bool) -> None:
+    api, body = FIRST_LINES[case]
+    seen = []
+    for cch in ("abc12", "9fe31"):
+        more = body(BILLING.format(cch))
+        answer, prompt = ask(api, more.pop("messages", HELLO), stream=stream, **more)
+        assert answer.status_code == 200, answer.text
+        seen.append(prompt)
+    left = [] if case == "alone" else [f"system: {RULES}"]
+    assert seen == [turns(*left, "user: hello")] * 2
+
+
+@pytest.mark.parametrize(
+    "said", ["rules\nx-anthropic-billing-header: cch=1;", "the x-anthropic-billing-header: cch=1;", "X-Other: 1\nrules"]
+)
+def test_no_other_line_is_dropped(ask: Ask, said: str) -> None:
+    assert ask("m", HELLO, system=said)[1] == turns(f"system: {said}", "user: hello")
+    line = BILLING.format("abc12")
+    assert ask("m", [{"role": "user", "content": line}])[1] == turns(f"user: {line}")
+    later = [*HELLO, {"role": "system", "content": line}, *HELLO]
+    assert line in ask("m", later)[1]
