@@ -40,10 +40,12 @@ def rendered(
     *,
     following: bool = False,
     answer: bool = True,
+    continues: bool = False,
 ) -> Any:
     """Return a conversation as the chat template writes it. Blocks while a process renders the template.
 
     With `following`, the conversation continues a named context. Without `answer`, the text does not ask for an answer.
+    With `continues`, the last message is an answer that has begun.
     """
     if tokenizer.chat_template is None:
         raise Refusal(400, "this model has no chat template: it continues text; use /v1/completions", "messages")
@@ -54,12 +56,23 @@ def rendered(
         given |= {"tools": [tool.as_object() for tool in tools]} if tools else {}
     else:
         messages = in_plain_text(messages, tools)
-    return tokenizer.render_chat(messages, answer, variables=given, following=following)
+    how = {"following": following, "continue_final_message": continues}
+    return tokenizer.render_chat(messages, answer, variables=given, **how)
 
 
 def rendering(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, fields: Fields, following: bool
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, fields: Fields, following: bool, begun: bool = False
 ) -> Callable[[], Any]:
-    """Return a function that renders a request's conversation as `rendered` does, with the tools that may be called."""
+    """Return a function that renders a request's conversation as `rendered` does, with the tools that may be called.
+
+    A last message of the assistant is continued if it is `begun`, or the request says so.
+    """
     shown, variables = () if tools.choice == "none" else tools.tools, fields.object("chat_template_kwargs")
-    return lambda: rendered(tokenizer, messages, shown, variables, following=following)
+    how = {"following": following, "answer": fields.flag("add_generation_prompt", True)}
+    asked, last = fields.flag("continue_final_message"), messages[-1]
+    is_answer = last["role"] == "assistant" and not last.get("tool_calls")
+    if asked and not is_answer:
+        line = "the last message cannot be continued; expected a message of the assistant without tool calls"
+        raise Refusal(400, line, "continue_final_message")
+    how["continues"] = asked or ((begun or not how["answer"]) and is_answer)
+    return lambda: rendered(tokenizer, messages, shown, variables, **how)

@@ -36,7 +36,9 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
     }
     tools, how = _tools(fields), common(service, fields)
     asked = Asked(
-        prompts=[rendering(service.engine.tokenizer, _messages(fields), tools, fields, how["context"] is not None)],
+        prompts=[
+            rendering(service.engine.tokenizer, _messages(fields), tools, fields, how["context"] is not None, True)
+        ],
         max_tokens=fields.limit("max_tokens"),
         options={name: value for name, value in options.items() if value is not None},
         tools=tools,
@@ -49,7 +51,7 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
 async def count_tokens(service: Service, request: Request, fields: Fields) -> Response:
     """Count the tokens of a conversation."""
     tokenizer, context = service.engine.tokenizer, common(service, fields)["context"]
-    render = rendering(tokenizer, _messages(fields), _tools(fields), fields, context is not None)
+    render = rendering(tokenizer, _messages(fields), _tools(fields), fields, context is not None, True)
     n_before = 0 if context is None else len(service.named.get(context)[1])
     ids = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.encode_parts(render())))
     return Json({"input_tokens": n_before + len(ids)})

@@ -66,6 +66,8 @@ CHAT: Schema = {
     "parallel_tool_calls": FLAG,
     "reasoning_effort": TEXT,
     "chat_template_kwargs": OBJECT,
+    "continue_final_message": FLAG,
+    "add_generation_prompt": FLAG,
 }
 COMPLETIONS: Schema = {
     **OPENAI,

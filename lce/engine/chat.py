@@ -12,7 +12,7 @@ from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Generation, Stream
 from lce.errors import ModelError, UsageError
 from lce.sizes import count
-from lce.tokenizer.chat import ChatText
+from lce.tokenizer.chat import ChatText, ends_with_answer
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class _Turn:
         result = self.stream.result
         if not result.token_ids and result.finish_reason != "stop":
             return []
+        if ends_with_answer(self.asked):
+            *asked, last = self.asked
+            return [*asked, {**last, "content": last["content"] + result.text}]
         return [*self.asked, {"role": "assistant", "content": result.text}]
 
 
@@ -108,6 +111,8 @@ class Conversation(Unique):
     def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
         """Generate the answer to one or more messages. Takes the options of `Engine.generate` except `context`.
 
+        If the last message is the assistant's, it is continued: the result has what comes behind it.
+
         Knobs of sampling that are left out are as the model's makers recommend: see `Setup.sampling_for`.
         """
         return self.stream(message, **options).finish()
@@ -121,7 +126,9 @@ class Conversation(Unique):
         new: list[Any] = [{"role": "user", "content": message}]
         if not isinstance(message, str):  # `render_chat` checks the messages
             new = list(message) if isinstance(message, Sequence | Mapping) else [message]
-        chat = self.setup.tokenizer.render_chat([*self._past.messages, *new], following=bool(self._before))
+        said, begun = [*self._past.messages, *new], ends_with_answer(new)
+        render = self.setup.tokenizer.render_chat
+        chat = render(said, following=bool(self._before), continue_final_message=begun)
         context, ids = self._fit(chat)
         prompt_ids(self.setup, ids, context)
         found = stream(self.setup, ids, replace(checked, context=context), CancelFlag(), self._rest)

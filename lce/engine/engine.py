@@ -220,9 +220,10 @@ class Engine(Unique):
     def chat(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
         """Answer a list of messages `{"role": ..., "content": ...}`, or one user's message given as a text.
 
-        Takes the options of `generate`; sampling that is left out is as the model's makers recommend. With `context`,
-        the messages are formatted as if they followed an answer. Raises `ModelError` if the model has no chat template,
-        and `DataError` for messages that the template refuses.
+        A last message of the assistant is continued: the text is what comes behind it. Takes the options of
+        `generate`; sampling that is left out is as the model's makers recommend. With `context`, the messages are
+        formatted as if they followed an answer. Raises `ModelError` if the model has no chat template, and `DataError`
+        for messages that the template refuses.
         """
         from lce.engine.chat import Conversation
 

@@ -57,8 +57,12 @@ def render_chat(
     controls: Iterable[str] = (),
     variables: Mapping[str, Any] | None = None,
     n_before: int = 0,
+    *,
+    continues: bool = False,
 ) -> ChatText:
     """Render `messages` with `template`. A token of `controls` in a message is split, to be encoded as plain text.
+
+    With `continues`, the last message is an answer that has begun: the text ends where its content does.
 
     If the template refuses the messages, or leaves out a system message, its text is joined to other messages, but not
     to the first `n_before`; see `template.py`.
@@ -76,8 +80,9 @@ def render_chat(
         return text
 
     _mapped([conversation, given], collect, names=True)
-    cut = next((char for char in _CUTS if not any(char in text for text in (template, *texts))), None)
-    if cut is None:
+    free = (char for char in _CUTS if not any(char in text for text in (template, *texts)))
+    cut, end = next(free, None), next(free, "") if continues else ""
+    if cut is None or (continues and not end):
         raise DataError("the messages hold all of U+FDD0 to U+FDEF, which are no characters; expected Unicode text")
     rests = _rests(texts, controls)
 
@@ -85,7 +90,14 @@ def render_chat(
         return (cut if text.startswith(rests) else "") + _split(text, controls, cut)
 
     written = {**_mapped(given, split), "messages": _mapped(conversation, split), **special}
-    parts = _rendered(template, written, sum(map(len, texts)), n_before).split(cut)
+    if continues:
+        written |= {"messages": _begun(written["messages"], end), "add_generation_prompt": False}
+    text = _rendered(template, written, sum(map(len, texts)), n_before)
+    if continues and end not in text:
+        raise DataError(
+            "the chat template does not write the last answer, so it cannot be continued; ask a user's turn"
+        )
+    parts = (text.rpartition(end)[0] if continues else text).split(cut)
     return ChatText("".join(parts), tuple(accumulate(map(len, parts[:-1]))))
 
 
@@ -102,6 +114,19 @@ def _checked(messages: object) -> list[dict[str, Any]]:
         if len(texts) < len(fields) or not {"role", "content"} <= texts or not _is_json(calls):
             raise DataError(f"message {number} is {shown(message)}; {expected}")
     return [dict(message) for message in messages]
+
+
+def ends_with_answer(messages: object) -> bool:
+    """Return whether the last of some messages is one of the assistant without tool calls, which can be continued."""
+    last = messages[-1] if isinstance(messages, Sequence) and messages else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant" and not last.get("tool_calls")
+
+
+def _begun(messages: list[dict[str, Any]], end: str) -> list[dict[str, Any]]:
+    last = messages[-1]
+    if not ends_with_answer(messages):
+        raise DataError("the last message cannot be continued; expected a message of the assistant without tool calls")
+    return [*messages[:-1], {**last, "content": (last["content"] or "") + end}]
 
 
 def _is_json(value: object) -> bool:

@@ -169,18 +169,21 @@ class Tokenizer:
         *,
         variables: Mapping[str, Any] | None = None,
         following: bool = False,
+        continue_final_message: bool = False,
     ) -> ChatText:
         """Return the chat's text, and where it is split to encode control tokens in messages as plain text.
 
         `variables` has what else the template may read, such as `tools`. With `following`, the text is what comes
-        behind an answer that is already there. Raises ModelError if there is no template, or it is broken or leaves out
-        earlier answers, and DataError for messages that it refuses.
+        behind an answer that is already there. With `continue_final_message`, the last message is an answer that has
+        begun, and the text ends with it, white space included. Raises ModelError if there is no template, or it is
+        broken or leaves out earlier answers, and DataError for messages that it refuses.
         """
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
         given: dict[str, str | bool] = {**special, "add_generation_prompt": add_generation_prompt}
         before = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _SAID}] if following else []
         template = (self.tool_template if variables and variables.get("tools") else None) or self.require_chat()
-        chat = render_chat(template, [*before, *messages], given, self._controls, variables, len(before))
+        said, begun = [*before, *messages], continue_final_message
+        chat = render_chat(template, said, given, self._controls, variables, len(before), continues=begun)
         if not following:
             return chat
         at = chat.text.find(_SAID) + len(_SAID)

@@ -252,6 +252,24 @@ def test_a_template_that_leaves_answers_out_cannot_go_on(load: Callable[..., lce
         engine.chat("Hi", context=engine.prefill("A document."))
 
 
+@pytest.mark.parametrize("name", ["plain", "trim"])
+def test_an_answer_that_has_begun_is_continued(load: Callable[..., lce.Engine], name: str) -> None:
+    engine = load(name)
+    asked = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": "A llama "}]
+    written = engine.tokenizer.chat(asked[:1]) + "A llama "
+    assert engine.tokenizer.render_chat(asked, continue_final_message=True).text == written
+    conversation = engine.conversation()
+    found = conversation.ask(asked, max_tokens=4)
+    assert found.token_ids == engine.generate(engine.tokenizer.encode(written, bos=False), max_tokens=4).token_ids
+    assert found.token_ids == engine.chat(asked, max_tokens=4).token_ids
+    assert conversation.messages == [asked[0], {"role": "assistant", "content": f"A llama {found.text}"}]
+    conversation.ask(QUESTIONS[1], max_tokens=2)
+    assert conversation.tokens_read < 60
+    for wrong in (asked[:1], [asked[0], {**asked[1], "tool_calls": [{"function": {"name": "f"}}]}]):
+        with pytest.raises(lce.DataError, match="cannot be continued"):
+            engine.tokenizer.render_chat(wrong, continue_final_message=True)
+
+
 def test_one_question_alone(engine: lce.Engine) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     reply = engine.chat(messages, max_tokens=6)

@@ -292,3 +292,41 @@ def test_no_other_line_is_dropped(ask: Ask, said: str) -> None:
     assert ask("m", [{"role": "user", "content": line}])[1] == turns(f"user: {line}")
     later = [*HELLO, {"role": "system", "content": line}, *HELLO]
     assert line in ask("m", later)[1]
+
+
+BEGUN = [user("What is it?"), said("It is ")]
+CONTINUED = turns("user: What is it?") + "It is "
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "prompt"),
+    [
+        ("m", {}, CONTINUED),
+        ("m", {"stream": True}, CONTINUED),
+        ("c", {"continue_final_message": True}, CONTINUED),
+        ("c", {"add_generation_prompt": False}, CONTINUED),
+        ("c", {"add_generation_prompt": False, "stream": True}, CONTINUED),
+        ("c", {}, turns("user: What is it?", "assistant: It is ")),
+    ],
+)
+def test_an_answer_that_has_begun_is_continued(ask: Ask, api: str, more: dict[str, Any], prompt: str) -> None:
+    answer, seen = ask(api, BEGUN, **more)
+    assert (answer.status_code, seen) == (200, prompt), answer.text
+
+
+def test_what_cannot_be_continued(ask: Ask) -> None:
+    for messages in ([user("Hi")], [user("Hi"), said("", tool_calls=[{"function": {"name": "f"}}])]):
+        answer, _ = ask("c", messages, continue_final_message=True)
+        assert answer.status_code == 400
+        assert "cannot be continued" in answer.json()["error"]["message"]
+    answer, seen = ask("m", [user("shot"), CALL])
+    assert seen == turns("user: shot", f"assistant: {WRITTEN}")
+    assert ask("c", [user("Hi")], add_generation_prompt=False)[1] == "<|turn|>user\nHi<|end|>\n"
+
+
+def test_a_template_that_loses_the_answer_is_refused(tmp_path: Path) -> None:
+    lost = TEMPLATE.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}")
+    with asking(save_chat(tmp_path, lost)) as ask:
+        answer, _ = ask("m", BEGUN)
+    assert answer.status_code == 400
+    assert "does not write the last answer" in answer.json()["error"]["message"]
