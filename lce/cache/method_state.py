@@ -20,7 +20,7 @@ from lce.profiling import count_compared, timed
 
 Held = tuple[Tensor | None, int]  # a tensor (None before the first write), and a number: which rows the tensor has
 NOTHING: Held = (None, 0)
-LEAST_POINTS, MOST_POINTS = 4, 32  # to which a state can go back that has no rows: see `Staged`
+LEAST_POINTS, MOST_POINTS = 6, 32  # to which a state can go back that has no rows: see `Staged`
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,8 @@ class Staged(MethodState):
 
     With a `grid`, copies of earlier tensors are kept as `points` to which the state can go back, all at multiples of
     `grid`: as many as take `point_bytes` for each token of the text, at least `LEAST_POINTS`, at most `MOST_POINTS`.
-    They are closest at the end of the text, where the next text differs as a rule, and next at its beginning.
+    The last two always stay, for the next text differs at the end as a rule; earlier ones are closest towards the end
+    and at the beginning. Generated tokens make a point only where they are a sixteenth of the text.
     """
 
     floats: ClassVar[bool] = False
@@ -470,9 +471,12 @@ class Staged(MethodState):
         self._next = (value, 0)
 
     def commit(self, n_tokens: int = 0) -> None:
+        last = max((n for _, n in self._points), default=0)
+        is_point = n_tokens - self._held[1] > 1 or n_tokens - last >= n_tokens // 16
         self._next = (self._next[0], n_tokens)
         super().commit(n_tokens)
-        self._add_point()
+        if is_point:
+            self._add_point()
 
     def _add_point(self) -> None:
         """Make a point of the present tensor if it is on the grid; give up a point if there are too many then."""
@@ -484,8 +488,8 @@ class Staged(MethodState):
         if len(points) > LEAST_POINTS and (n_bytes > n_tokens * self.point_bytes or len(points) > MOST_POINTS):
             at = [0, *(n for _, n in points)]
             gaps = [
-                (at[i + 1] - at[i - 1]) / min(at[i - 1] + self.grid, n_tokens - at[i - 1])
-                for i in range(1, len(points))
+                (at[i + 1] - at[i - 1]) / min(8 * (at[i - 1] + self.grid), n_tokens - at[i - 1])
+                for i in range(1, len(points) - 1)
             ]
             drop = gaps.index(min(gaps))
             points = points[:drop] + points[drop + 1 :]

@@ -19,12 +19,15 @@ MORE = [
 ]
 NAMES = {each.split()[0] for each in (*WALKED, *MORE)}
 METHODS = [*WALKED, *MORE, *(name for name in registry.available() if name not in NAMES)]
+EVERYDAY = ("self_extend", "infllm", "longheads", MORE[1])
 DOCUMENT = tokens(405, seed=1)
 # Keys of equal tokens tie but for rounding in `best_key`, which rotates cached keys back: it needs different tokens.
 DISTINCT = torch.randperm(VOCAB - 2, generator=torch.Generator().manual_seed(1))[:250].add(2).tolist()
 
 
-@pytest.mark.parametrize("spelled", METHODS)
+@pytest.mark.parametrize(
+    "spelled", [pytest.param(each, marks=() if each.startswith(EVERYDAY) else pytest.mark.slow) for each in METHODS]
+)
 def test_a_document_is_read_once(
     tiny_model: Path, tmp_path: Path, spelled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
