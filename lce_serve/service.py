@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import lce
+from lce.engine.grammar import Vocabulary
 from lce.progress import notice
 from lce.sizes import size_text
 from lce_serve.contexts import NamedContexts
-from lce_serve.grammar import Vocabulary
 from lce_serve.metrics import Metrics
 from lce_serve.refusals import Refusal
 
@@ -101,7 +101,6 @@ class Service:
         self.active = 0  # requests that are being answered
         self.compiling, self._beside = OneThread(), OneThread()  # for grammars; for what works beside the batch
         self._batch: Any = None
-        self._vocabulary: Vocabulary | None = None
         if batch is not None:
             self.serve(batch)
 
@@ -142,10 +141,7 @@ class Service:
     @property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary for grammars."""
-        if self._vocabulary is None:
-            engine = self.engine
-            self._vocabulary = Vocabulary(engine.tokenizer, frozenset(engine.setup.eos_ids))
-        return self._vocabulary
+        return self.engine.setup.vocabulary
 
     def context_of(self, model: str | None, context: str | None) -> str | None:
         """Return the named context that a request means, by `context` or by a model name `MODEL@context`.

@@ -22,6 +22,7 @@ PUBLIC |= {
     f"lce.methods.{name}" for name in "attending full joint selection selective selectors turned_keys".split()
 }  # parts
 PUBLIC |= {"lce.engine.options", "lce.engine.sizing"}  # options, and the method and sizes of a model that is not loaded
+PUBLIC |= {"lce.engine.grammar"}  # what a text must match
 PUBLIC |= {f"lce.terminal.{name}" for name in "exits options output reading".split()}  # for whoever adds a command
 DOORS = {"lce.attention"}  # packages whose modules nobody else imports
 

@@ -50,7 +50,9 @@ class GenerationOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     stop_token_ids: Sequence[int]
-    constraint: Constraint | None  # what the text must match; an object for one answer alone
+    schema: Mapping[str, Any] | None  # a JSON schema that the text must match
+    grammar: str | None  # a grammar that the text must match, in llguidance's Lark syntax
+    constraint: Constraint | None  # what else the text must match; an object for one answer alone
     logprobs: int | None  # record log-probabilities: each token's own, and those of this many likeliest tokens
     progress: Progress | bool | None  # prefill's progress: True for a bar, or a callback (tokens done, total)
 
@@ -71,6 +73,8 @@ class Options(Record):
     max_tokens: int = option(256, parse=count)
     context: Context | None = None
     sampling: Sampling = option(factory=Sampling, parse=_sampling)
+    schema: Mapping[str, Any] | None = None
+    grammar: str | None = None
     constraint: Constraint | None = None
     logprobs: int | None = option(None, parse=Counted(0))
     progress: Progress | bool | None = None
@@ -87,6 +91,8 @@ def generation_options(given: Mapping[str, Any]) -> Options:
     check_progress(given.get("progress"))
     if given.get("constraint") is not None and not hasattr(given["constraint"], "apply"):
         raise UsageError(f"constraint is {shown(given['constraint'])}; expected an object with `apply` and `accept`")
+    if len(given_twice := [name for name in ("schema", "grammar", "constraint") if given.get(name) is not None]) > 1:
+        raise UsageError(f"{' and '.join(given_twice)} are given; expected one of them")
     knobs = {name: given[name] for name in options_of(Sampling) if name in given}
     options = Options(**{name: value for name, value in given.items() if name not in knobs})
     return replace(options, sampling=replace(options.sampling, **knobs)) if knobs else options

@@ -55,8 +55,9 @@ class Engine(Unique):
 
         Options: `max_tokens` (256), `context` to continue, the knobs of `Sampling` as keywords (`temperature`, `top_k`,
         `top_p`, `min_p`, `seed`, `stop`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`) or
-        `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each token and of the k likeliest, and
-        `progress`: True for a bar, or a function of the tokens done and the total.
+        `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each token and of the k likeliest,
+        `schema={...}` for a JSON schema or `grammar="..."` that the text must match, and `progress`: True for a bar, or
+        a function of the tokens done and the total.
 
         A list of prompts gives a list of results. Up to 8 prompts are answered at once, each on its own fork of
         `context`, if given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError`

@@ -39,7 +39,9 @@ def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
     options.sampling.check(setup.config.vocab_size)
     if options.sampling.stop and isinstance(setup.tokenizer, NoTokenizer):
         raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
-    return options
+    if options.schema is None and options.grammar is None:
+        return options
+    return replace(options, constraint=setup.vocabulary.constraint(options.schema, options.grammar))
 
 
 def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> list[int]:

@@ -33,6 +33,7 @@ from lce.weights.checkpoint import Checkpoint
 from lce.weights.source import Source
 
 if TYPE_CHECKING:
+    from lce.engine.grammar import Vocabulary
     from lce.engine.graph import CudaTape
 
 INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # the folders of lce and torch
@@ -168,6 +169,15 @@ class Setup(Planned):
             return Sampling(**{"temperature": 1.0, **own})
         except UsageError as error:
             raise ModelError(f"generation_config.json: {error}; correct the file, or give a temperature of 0") from None
+
+    @functools.cached_property
+    def vocabulary(self) -> "Vocabulary":
+        """The vocabulary for grammars. Raises `UsageError` if llguidance is not installed."""
+        try:
+            from lce.engine.grammar import Vocabulary
+        except ImportError:
+            raise UsageError("schema and grammar need llguidance: pip install llguidance") from None
+        return Vocabulary(self.tokenizer, self.eos_ids)
 
     def sampling_for(self, given: Mapping[str, Any], *, several: bool = False) -> dict[str, Any]:
         """Return the options `given` of a generation, and a conversation's sampling for missing knobs.

@@ -11,7 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 import lce
-from lce_serve import generation, grammar
+from lce.engine import grammar
+from lce_serve import generation
 from lce_serve.service import Service
 from tests.lce_serve.conftest import events
 

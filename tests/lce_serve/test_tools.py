@@ -9,7 +9,7 @@ import torch
 from starlette.testclient import TestClient
 
 import lce
-from lce_serve import grammar
+from lce.engine import grammar
 from lce_serve.calls import CallReader
 from lce_serve.conversation import rendered
 from lce_serve.grammar import tools_constraint

@@ -54,7 +54,7 @@ def test_each_group_packs_what_the_library_takes() -> None:
     divided = received([], options.divided_loading_options)["loading"]
     assert (set(divided) - set(loading), divided["ranks"]) == ({"ranks"}, None)
     planning = received(["--block", "7"], options.planning_options)["planning"]
-    assert set(planning) == set(SizeOptions.__annotations__) - {"prefill_method"}
+    assert set(planning) == set(SizeOptions.__annotations__) - {"method_options", "prefill_method"}
     both = received(["-o", "prefill_method.local=4", "--prefill-method", "rerope"], options.planned_methods_options)
     assert both["methods"] == {"method": lce.methods.Full(), "prefill_method": lce.methods.ReRope(local=4)}
     assert received(["--quiet"], options.output_options)["output"] == Output(json=False, quiet=True)
