@@ -14,7 +14,7 @@ So the ids are those with which a model was trained; llama.cpp gives other ids f
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,27 +181,38 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, bytes]:
         raise vocabulary.wrong("pre", pre, f"rules that lce knows ({nearest(str(pre), RULES)})", _FOLDER)
     kinds = dict(zip(vocabulary.tokens, enumerate(vocabulary.types), strict=True))
     kinds.pop("", None)
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [
-        {"id": token_id, "content": token, "special": kind != _USER_DEFINED, **flags}
-        for token, (token_id, kind) in kinds.items()
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]
-    step = {"type": "Split", "behavior": "Isolated", "invert": False}
-    splits = [{**step, "pattern": {"Regex": regex}} for regex in rules.splits]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    added_kinds = _UNKNOWN, _CONTROL, _USER_DEFINED
+    added = {token: kind != _USER_DEFINED for token, (_, kind) in kinds.items() if kind in added_kinds}
     ids = {token: token_id for token, (token_id, kind) in kinds.items() if kind != _UNUSED}
     merges = vocabulary.strings("merges")
+    normalizer = rules.normalizer and {"type": rules.normalizer}
+    raw = byte_level_json(ids, added, rules.splits, merges, normalizer=normalizer, ignore_merges=rules.ignore_merges)
+    return {"tokenizer.json": raw, "tokenizer_config.json": vocabulary.settings(rules.add_bos)}
+
+
+def byte_level_json(
+    ids: Mapping[str, int],
+    added: Mapping[str, bool],
+    splits: Sequence[str],
+    merges: Sequence[str],
+    *,
+    normalizer: Mapping[str, str] | None = None,
+    ignore_merges: bool,
+) -> bytes:
+    """Return the tokenizer.json of a byte-level BPE. `added` are the tokens found in a text, and whether special."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    step = {"type": "Split", "behavior": "Isolated", "invert": False}
+    words = [{**step, "pattern": {"Regex": regex}} for regex in splits]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     content = {
         "version": "1.0",
-        "added_tokens": added,
-        "normalizer": rules.normalizer and {"type": rules.normalizer},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "added_tokens": [{"id": ids[token], "content": token, "special": x, **flags} for token, x in added.items()],
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*words, byte_level]},
         "decoder": byte_level,
-        "model": {"type": "BPE", "ignore_merges": rules.ignore_merges, "vocab": ids, "merges": merges},
+        "model": {"type": "BPE", "ignore_merges": ignore_merges, "vocab": ids, "merges": merges},
     }
-    raw = json.dumps(content, ensure_ascii=False).encode()
-    return {"tokenizer.json": raw, "tokenizer_config.json": vocabulary.settings(rules.add_bos)}
+    return json.dumps(content, ensure_ascii=False).encode()
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, bytes]:

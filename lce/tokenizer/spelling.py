@@ -29,6 +29,12 @@ _ESCAPES, _RECALLS = re.compile(r"\\.|\(\?\(", re.DOTALL), {*(rf"\{c}" for c in 
 _PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_LEVEL = {chr(byte): byte for byte in _PRINTING}
 _BYTE_LEVEL |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTING}))}
+_CHARACTERS = {byte: char for char, byte in _BYTE_LEVEL.items()}
+
+
+def characters_of(raw: bytes) -> str:
+    """Return the name of a byte-level token: a character for each byte."""
+    return raw.decode("latin-1").translate(_CHARACTERS)
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:

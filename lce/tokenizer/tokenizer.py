@@ -1,9 +1,9 @@
 """Converts text to token ids, and token ids to text, at once or as a stream.
 
-A `Tokenizer` reads a checkpoint's tokenizer.json, or its tokenizer.model if there is no JSON, and the small files that
-name the special tokens. A `Detokenizer` turns a stream of ids into text; `decode` uses one for all its ids. A token is
-a run of bytes (see spelling.py), and a stream keeps only the bytes of an unfinished character, at most three. Bytes
-that cannot become a character are shown as U+FFFD at once.
+A `Tokenizer` reads a checkpoint's tokenizer.json, else its tokenizer.model, else its tekken.json, and the small files
+that name the special tokens. A `Detokenizer` turns a stream of ids into text; `decode` uses one for all its ids. A
+token is a run of bytes (see spelling.py), and a stream keeps only the bytes of an unfinished character, at most three.
+Bytes that cannot become a character are shown as U+FFFD at once.
 
     ids         <0xF0>  <0x9F>  <0x98>  <0x80>  ▁Hi             the JSON or sentencepiece vocabulary of Llama 2
     push        ''      ''      ''      '😀'    ' Hi'
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lce.errors import DataError, ModelError, UsageError, shown
-from lce.files import Reader, named
+from lce.files import MAX_FILE_BYTES, Reader, named, object_of
 from lce.tokenizer.chat import ChatText, render_chat
 from lce.tokenizer.files import JsonVocabulary, SentencePieceVocabulary, TokenizerConfig, Vocabulary
 from lce.tokenizer.spelling import Spelling
+from lce.tokenizer.tekken import tekken_files
 
 LARGEST_FILE = 64 << 20  # The most bytes of a tokenizer.json or tokenizer.model. Gemma 3's has 33 MB.
 BYTES_A_TOKEN = 1024  # The most bytes of such a file per token of the vocabulary. Published files have about 130.
@@ -97,6 +98,12 @@ class Tokenizer:
             return cls(JsonVocabulary(raw, where / "tokenizer.json", config), config, vocab_size)
         if (raw := read("tokenizer.model", most)) is not None:
             return cls(SentencePieceVocabulary(raw, where / "tokenizer.model", config), config, vocab_size)
+        if (raw := read("tekken.json", most)) is not None:
+            own = object_of(read("tokenizer_config.json", MAX_FILE_BYTES), where / "tokenizer_config.json")
+            files = tekken_files(raw, where / "tekken.json", own)
+            return cls.from_files(
+                lambda name, most: files.get(name) or read(name, most), where / "tekken.json", vocab_size
+            )
         return NoTokenizer(where, vocab_size or 0)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
@@ -207,7 +214,7 @@ class Tokenizer:
     def require_chat(self) -> str:
         """Return the chat template. Raises ModelError if the model has none."""
         if self.chat_template is None:
-            remedy = "use generate with a prompt alone, or load a model trained to chat"
+            remedy = "use generate with a prompt alone, or put the chat_template.jinja of a model trained to chat there"
             fault = f"the model in {named(self._path.parent)} has no chat template: it continues text"
             raise ModelError(f"{fault}; {remedy}")
         return self.chat_template
@@ -236,8 +243,9 @@ class NoTokenizer(Tokenizer):
         self._folder = folder
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        expected = "tokenizer.json or tokenizer.model; give token ids, or copy the checkpoint's tokenizer files there"
-        raise ModelError(f"no tokenizer in {named(self._folder)}: expected {expected}")
+        expected = "expected tokenizer.json, tokenizer.model or tekken.json"
+        remedy = "give token ids, or copy the checkpoint's tokenizer files there"
+        raise ModelError(f"no tokenizer in {named(self._folder)}: {expected}; {remedy}")
 
     encode = decode = require_chat = _refuse
 

@@ -11,7 +11,7 @@ from lce.weights.safetensors_file import LARGEST_HEADER, MOST_TENSORS, Damaged, 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
-VOCABULARIES = ("tokenizer.json", "tokenizer.model")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")  # the first is taken
 _TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # The small files beside config.json and the weights, which `Source.read` gives.
 BESIDE = (GENERATION, *VOCABULARIES, *_TOKENIZER, "chat_template.jinja", "chat_template.json")

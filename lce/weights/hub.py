@@ -193,7 +193,8 @@ class Snapshot:
 
     @property
     def has_tokenizer(self) -> bool:
-        return "tokenizer_config.json" in self.names and not self.names.isdisjoint(VOCABULARIES)
+        alone = "tekken.json" in self.names
+        return alone or ("tokenizer_config.json" in self.names and not self.names.isdisjoint(VOCABULARIES))
 
     def path(self, *, weights: bool) -> Path:
         """Return the model's folder or GGUF file once its config and tokenizer, or `weights` too, are in the cache."""
@@ -204,8 +205,8 @@ class Snapshot:
             shards = self._shards(ggufs)
             return self.fetch(shards) / shards[0]
         beside = [name for name in BESIDE if name in plain]
-        if VOCABULARIES[0] in beside:
-            beside = [name for name in beside if name != VOCABULARIES[1]]
+        first = next((name for name in VOCABULARIES if name in beside), None)
+        beside = [name for name in beside if name not in VOCABULARIES or name == first]
         folder = self.fetch([CONFIG, *beside])
         if weights and (name := weights_in(plain, str(self.id))):
             self.fetch([name])

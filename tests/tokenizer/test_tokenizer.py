@@ -145,7 +145,7 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     assert streamed(tokenizer, [5, 299, 1000]) == ["", "", "", ""]
     chat = [{"role": "user", "content": "Hi"}]
     for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([1]), lambda: tokenizer.chat(chat)):
-        with refused(ModelError, "expected tokenizer.json or tokenizer.model; give token ids, or copy"):
+        with refused(ModelError, "expected tokenizer.json, tokenizer.model or tekken.json; give token ids, or copy"):
             call()
 
 

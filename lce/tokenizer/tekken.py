@@ -1,0 +1,63 @@
+"""Makes the files of a tokenizer from Mistral's tekken.json, which some models have alone.
+
+tekken.json has the tokens of a byte-level BPE by rank, their bytes in base64, the regular expression that cuts a text
+into words, and special tokens, which have the first ids. There are no merges: of two neighbours that are a token
+together, those of the least rank are merged first. So each way to cut a token into two tokens is a merge.
+"""
+
+import base64
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lce.errors import ModelError, shown
+from lce.files import named, object_of
+from lce.tokenizer.gguf import byte_level_json
+from lce.tokenizer.spelling import characters_of
+
+MOST_VALUES = 8_000_000  # The most JSON values in a tekken.json. Published files have one million.
+MOST_TOKENS, MOST_SPECIAL = 1 << 20, 1 << 16
+MOST_BYTES = 512  # The most bytes of a token. Published ones have up to 76.
+# The special tokens of files that list none, by their ids; others are <SPECIAL_20>, and so on.
+_SPECIAL = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+
+
+def tekken_files(raw: bytes, path: Path, own: dict[str, Any]) -> dict[str, bytes]:
+    """Return a tokenizer's files, by name, made of tekken.json's bytes; `own` has settings of the folder itself."""
+    content = object_of(raw, path, MOST_VALUES)
+    try:
+        made = _json_of(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = shown(" ".join(str(error).split()))
+        raise ModelError(f"{named(path)} is not a tokenizer that lce reads: {reason}; download it again") from error
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **own}
+    return {"tokenizer.json": made, "tokenizer_config.json": json.dumps(settings).encode()}
+
+
+def _json_of(content: dict[str, Any]) -> bytes:
+    """Return tokenizer.json. Raises an exception of Python for what is not as expected."""
+    config = content["config"]
+    n_special, n_all = config["default_num_special_tokens"], config["default_vocab_size"]
+    if not 0 < n_special <= MOST_SPECIAL or not n_special < n_all <= MOST_TOKENS:
+        raise ValueError(f"it has {n_all} tokens, {n_special} of them special")
+    entries = content.get("special_tokens")
+    listed = list(_SPECIAL) if entries is None else [entry["token_str"] for entry in entries]
+    if entries is not None and [entry["rank"] for entry in entries] != list(range(len(entries))):
+        raise ValueError("its special tokens are not in the order of their ranks")
+    special = [*listed, *(f"<SPECIAL_{i}>" for i in range(len(listed), n_special))]
+    tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in content["vocab"][: n_all - n_special]]
+    if [entry["rank"] for entry in islice(content["vocab"], len(tokens))] != list(range(n_all - n_special)):
+        raise ValueError(f"it lacks some of {n_all - n_special} tokens, in the order of their ranks")
+    names = [characters_of(token) for token in tokens]
+    ids = {name: token_id for token_id, name in enumerate([*special, *names])}
+    if len(ids) < n_all or max(map(len, tokens)) > MOST_BYTES or not {bytes((i,)) for i in range(256)} <= {*tokens}:
+        raise ValueError(f"its tokens are not all bytes and different texts of at most {MOST_BYTES} bytes")
+    own = {*names}
+    cuts = ((name[:i], name[i:]) for name in names for i in range(1, len(name)))
+    merges = [f"{left} {right}" for left, right in cuts if left in own and right in own]
+    return byte_level_json(ids, dict.fromkeys(special, True), [config["pattern"]], merges, ignore_merges=True)
