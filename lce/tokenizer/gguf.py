@@ -185,7 +185,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, bytes]:
     added = {token: kind != _USER_DEFINED for token, (_, kind) in kinds.items() if kind in added_kinds}
     ids = {token: token_id for token, (token_id, kind) in kinds.items() if kind != _UNUSED}
     merges = vocabulary.strings("merges")
-    normalizer = rules.normalizer and {"type": rules.normalizer}
+    normalizer = {"type": rules.normalizer} if rules.normalizer else None
     raw = byte_level_json(ids, added, rules.splits, merges, normalizer=normalizer, ignore_merges=rules.ignore_merges)
     return {"tokenizer.json": raw, "tokenizer_config.json": vocabulary.settings(rules.add_bos)}
 
