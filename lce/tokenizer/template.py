@@ -47,10 +47,11 @@ def render(template: str, variables: Mapping[str, Any], chars: int, n_before: in
     """Return what `main` answers: a text of at most `chars` characters, or a failure. MemoryError is not caught.
 
     The messages are rendered as they are. If the template refuses them, or leaves a system message out, they are
-    changed step by step (see `_forms`) until it takes them. The first `n_before` messages stay as they are.
+    changed step by step (see `_forms`) until it takes them. The first `n_before` messages stay as they are. A template
+    that writes no texts, but lists of parts, is given such lists.
     """
     try:
-        compiled, answer = _sandbox().from_string(template), dict[str, str]()
+        compiled, answer = _taking_texts(_sandbox().from_string(template), variables), dict[str, str]()
         for form in _forms(variables.get("messages", []), n_before):
             given = {**variables, "messages": form}
             found = _written(compiled, given, chars)
@@ -64,7 +65,25 @@ def render(template: str, variables: Mapping[str, Any], chars: int, n_before: in
     return answer
 
 
-def _written(compiled: Template, variables: Mapping[str, Any], chars: int) -> dict[str, str]:
+class _InParts:
+    """A template that is given the content of each message as a list of one part."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+
+    def generate(self, variables: Mapping[str, Any]) -> Iterator[str]:
+        messages = [{**x, "content": [{"type": "text", "text": x["content"]}]} for x in variables["messages"]]
+        return self._template.generate({**variables, "messages": messages})
+
+
+def _taking_texts(template: Template, variables: Mapping[str, Any]) -> Template | _InParts:
+    """Return the template, or what gives it parts if it writes only these. One message of the user shows it."""
+    probe = {**variables, "messages": [{"role": "user", "content": "\ufdefmark"}]}
+    kinds = template, _InParts(template)
+    return next((kind for kind in kinds if "\ufdefmark" in _written(kind, probe, 1 << 20).get("text", "")), template)
+
+
+def _written(compiled: Template | _InParts, variables: Mapping[str, Any], chars: int) -> dict[str, str]:
     pieces, length = [], 0
     try:
         for piece in compiled.generate(variables):
@@ -125,7 +144,7 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _has_system(compiled: Template, variables: Mapping[str, Any]) -> bool:
+def _has_system(compiled: Template | _InParts, variables: Mapping[str, Any]) -> bool:
     """Return whether the template writes each system message. Its texts are replaced, and others are cut short."""
     marks, messages = list[str](), list[dict[str, Any]]()
     for message in variables.get("messages", []):

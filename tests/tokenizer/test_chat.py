@@ -107,6 +107,23 @@ def test_half_a_surrogate_pair_is_rendered_and_the_time_is_known() -> None:
     assert rendered("{{ strftime_now('%Y') }}").isdecimal()
 
 
+PARTS = """{% for m in messages %}{{ m.role }}{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}
+{%- for part in m.content %}{% if part['type'] == 'text' %}{{ part.text }}{% endif %}{% endfor %}|{% endfor %}"""
+EITHER = """{% for m in messages %}{% if m.content is string %}{{ m.content }}
+{%- else %}{{ m.content[0].text }}?{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(("template", "expected"), [(PARTS, "system: S|user: Hi|assistant: A|"), (EITHER, "SHiA")])
+def test_a_template_of_parts_is_given_parts(template: str, expected: str) -> None:
+    """A template that takes texts is given texts."""
+    turns = [("system", "S"), ("user", "Hi"), ("assistant", "A")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert render_chat(template, messages, {}).text == expected
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + template
+    assert "S" in render_chat(strict, messages, {}).text
+    assert render_chat(template, [{"role": "user", "content": "<|x|>"}], {}, ["<|x|>"]).cuts
+
+
 def test_a_template_refuses_messages_in_one_line() -> None:
     long = "{{ raise_exception('a\\n\x1b[2J' ~ 'b' * 9999) }}"
     for template, words in ((LLAMA2, "Roles must alternate"), (long, "bbb")):
