@@ -4,6 +4,7 @@ Whoever raises a number says in the table why. Whoever makes something lighter l
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def test_no_line_keeps_its_format() -> None:
     assert [file for folder in PACKAGES for file in sources(folder) if kept.search(file.read_text("utf-8"))] == []
 
 
+@functools.cache
 def members(tree: ast.ClassDef) -> set[str]:
     """The public methods, fields and attributes of a class, those that its methods assign to self included."""
     found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -72,8 +74,8 @@ def members(tree: ast.ClassDef) -> set[str]:
         for target in targets_of(node):
             found |= {target.id} if isinstance(target, ast.Name) else set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            found.add(node.attr)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
     return {name for name in found if not name.startswith("_")}
 
 
@@ -89,7 +91,7 @@ def test_members_of_classes() -> None:
                 classes.setdefault(node.name, []).append((file, node))
 
     def inherited(file: Path, node: ast.ClassDef) -> set[str]:
-        found = members(node)
+        found = set(members(node))
         for base in node.bases:
             same = classes.get(ast.unparse(base).partition("[")[0].rpartition(".")[2], [])
             for each in [one for one in same if one[0] == file] or same[:1]:

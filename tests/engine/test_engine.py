@@ -294,12 +294,13 @@ def strangers(folder: Path) -> list[str]:
     trees = {file: ast.parse(file.read_text()) for name in PACKAGES for file in (folder / name).rglob("*.py")}
     private = {file: private_names(tree) for file, tree in trees.items()}
     every = set().union(*private.values())
+    others = {file: every - own for file, own in private.items()}
     return [
         f"{file.relative_to(folder)}:{node.lineno}: {ast.unparse(node)}"
         for file, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
-        and node.attr in every - private[file]
+        and node.attr in others[file]
         and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     ]
 

@@ -120,12 +120,14 @@ def test_tokens_on_the_demo_are_those_of_the_engine(minimal: ModuleType, n_chars
     compare(minimal, DEMO, ids_of(DEMO, HAYSTACK[:n_chars]), 32)
 
 
-@pytest.mark.parametrize("n_tokens", [300, pytest.param(10_000, marks=DEEP)])
-def test_tokens_on_smollm2_are_those_of_the_engine(minimal: ModuleType, smollm2_folder: Path, n_tokens: int) -> None:
-    """Within and beyond the window of 8,192."""
-    compare(minimal, smollm2_folder, ids_of(smollm2_folder, HAYSTACK)[:n_tokens], 7 if n_tokens == 300 else 32)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_tokens_on_smollm2_are_those_of_the_engine(minimal: ModuleType, smollm2_folder: Path) -> None:
+    """Beyond the window of 8,192."""
+    compare(minimal, smollm2_folder, ids_of(smollm2_folder, HAYSTACK)[:10_000], 32)
 
 
+@pytest.mark.slow
 def test_its_command_finds_a_pass_key_beyond_the_window(tmp_path: Path) -> None:
     """Two windows, with the key in the middle."""
     (tmp_path / "prompt.txt").write_text(HAYSTACK[32_600:35_400] + HAYSTACK[-43:], encoding="utf-8")

@@ -226,7 +226,7 @@ def test_a_hostile_template_ends_in_an_error(template: str) -> None:
     started = time.monotonic()
     with refused(ModelError, "the chat template failed"):
         rendered(template)
-    assert time.monotonic() - started < 7
+    assert time.monotonic() - started < 20  # of some 4, on a machine that does other things too
 
 
 SUBJECTS = ["'ab' * 500000", "'a ' * 9999", "range(99999) | list", "{'k': 'v' * 99999}", "7 ** 1400"]
@@ -246,7 +246,7 @@ def use_any(data: st.DataObject) -> None:
     started = time.monotonic()
     with suppress(ModelError):
         assert len(rendered(f"{{{{ {expression} }}}}")) <= (1 << 20) + 100
-    assert time.monotonic() - started < 7
+    assert time.monotonic() - started < 20  # of some 4, on a machine that does other things too
 
 
 @pytest.mark.slow
