@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 import lce
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run, begin
+from lce_serve.guided import refuse_undone
 from lce_serve.refusals import Refusal, refusal_of
 from lce_serve.service import Record, Service
 from lce_serve.sse import EventStream, event, unless_gone
@@ -146,7 +147,8 @@ def _bias(fields: Fields) -> dict[str, Any]:
 
 
 def common(service: Service, fields: Fields) -> dict[str, Any]:
-    """Return those fields of `Asked` that all endpoints read alike."""
+    """Return those fields of `Asked` that all endpoints read alike. Refuses what is not obeyed."""
+    refuse_undone(fields)
     model, context = fields.text("model"), fields.text("context")
     return {
         "context": service.context_of(model, context),

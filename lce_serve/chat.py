@@ -20,7 +20,7 @@ from lce_serve.answering import (
 from lce_serve.conversation import openai_tools, rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run
-from lce_serve.grammar import grammar_of
+from lce_serve.guided import grammar_for
 from lce_serve.history import openai_messages
 from lce_serve.service import Service
 from lce_serve.tools import Call
@@ -38,7 +38,7 @@ async def chat(service: Service, request: Request, fields: Fields) -> Response:
         options=options,
         n=choices_of(fields),
         tools=tools,
-        grammar=grammar_of(fields.inner("response_format"), tools),
+        grammar=grammar_for(fields, fields.inner("response_format"), tools),
         **how,
     )
     include = fields.inner("stream_options").flag("include_usage")

@@ -22,7 +22,7 @@ from lce_serve.answering import (
 )
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run, engine_for
-from lce_serve.grammar import grammar_of
+from lce_serve.guided import grammar_for
 from lce_serve.refusals import TOO_LONG, Refusal, wrong
 from lce_serve.service import Service
 from lce_serve.sse import unless_gone
@@ -50,7 +50,7 @@ async def completions(service: Service, request: Request, fields: Fields) -> Res
     if max_tokens == 0:
         ids = [await asyncio.to_thread(make) for make in prompts]
         return Json(form.unanswered([len(each) for each in ids], n))
-    grammar = grammar_of(fields.inner("response_format"), Tools())
+    grammar = grammar_for(fields, fields.inner("response_format"), Tools())
     asked = Asked(prompts, max_tokens if "max_tokens" in fields.body else 16, options, n, grammar=grammar, **how)
     return await answer(service, request, asked, form)
 

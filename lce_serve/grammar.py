@@ -13,7 +13,37 @@ from lce_serve.refusals import Refusal
 from lce_serve.tools import CLOSE, OPEN, Tools
 
 _ANY = "%llguidance {}\nstart: /(.|\\n)*/\n"
-Grammar = Callable[[Vocabulary], GrammarConstraint | None]
+
+
+class Lasting:
+    """A constraint that lets no token of `ends` come before the token number `least`. `inner` says what else may not.
+
+    It is for an answer that `inner` does not end.
+    """
+
+    def __init__(self, least: int, ends: list[int], inner: GrammarConstraint | None) -> None:
+        self._left, self._ends, self._inner = least, ends, inner
+        self.notes: list[str] = [] if inner is None else inner.notes
+
+    def apply(self, logits: Any) -> Any:
+        """Return logits `[vocab]` with minus infinity for the tokens that may not come next."""
+        allowed = logits if self._inner is None else self._inner.apply(logits)
+        if self._left > 0 and self._ends:
+            allowed[self._ends] = float("-inf")
+        return allowed
+
+    def accept(self, token_id: int) -> None:
+        """Note the token that was drawn."""
+        self._left -= 1
+        if self._inner is not None:
+            self._inner.accept(token_id)
+
+    def copy(self) -> Lasting:
+        """Return such a constraint for another answer that begins as this one."""
+        return Lasting(self._left, self._ends, None if self._inner is None else self._inner.copy())
+
+
+Grammar = Callable[[Vocabulary], GrammarConstraint | Lasting | None]
 
 
 def grammar_of(form: Fields, tools: Tools) -> Grammar | None:
@@ -24,17 +54,19 @@ def grammar_of(form: Fields, tools: Tools) -> Grammar | None:
     kind = form.text("type") or "text"
     if kind not in ("text", "json_object", "json_schema"):
         raise Refusal(400, f"{form.name('type')} must be text, json_object or json_schema", form.name("type"))
-    schema: dict[str, Any] | None = {"type": "object"} if kind == "json_object" else None
-    if kind == "json_schema":
-        schema = form.inner("json_schema").object("schema") or form.object("schema")
-        if schema is None:
-            raise Refusal(400, f"{form.where} has no schema", form.where)
-    if schema is not None and not tools.forced:
+    schema = form.inner("json_schema").object("schema") or form.object("schema")
+    if kind == "json_schema" and schema is None:
+        raise Refusal(400, f"{form.where} has no schema", form.where)
+    if kind == "json_object" and not schema:
+        schema = {"type": "object"}
+    if kind != "text" and schema is not None and not tools.forced:
         return lambda vocabulary: schema_constraint(vocabulary, schema)
     return (lambda vocabulary: tools_constraint(vocabulary, tools)) if tools.callable else None
 
 
-def schema_constraint(vocabulary: Vocabulary, schema: dict[str, Any]) -> GrammarConstraint:
+def schema_constraint(
+    vocabulary: Vocabulary, schema: dict[str, Any], field: str = "response_format"
+) -> GrammarConstraint:
     """Compile the grammar of a text that a JSON schema allows. Refuses a schema of which nothing can be enforced."""
     if isinstance(found := of_schema(vocabulary, schema), GrammarConstraint):
         return found
@@ -42,7 +74,7 @@ def schema_constraint(vocabulary: Vocabulary, schema: dict[str, Any]) -> Grammar
     if isinstance(again := of_schema(vocabulary, left), GrammarConstraint) and says_anything(left):
         again.notes = [f"not enforced: {note}" for note in notes]
         return again
-    raise Refusal(400, f"the schema cannot be followed: {found}", "response_format")
+    raise Refusal(400, f"the schema cannot be followed: {found}", field)
 
 
 def tools_constraint(vocabulary: Vocabulary, tools: Tools) -> GrammarConstraint:

@@ -14,7 +14,7 @@ from lce_serve.answering import Json, answer, common, new_id
 from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Choice, Delta, Ended, Run
-from lce_serve.grammar import grammar_of
+from lce_serve.guided import grammar_for
 from lce_serve.history import MOST_MESSAGES, MOST_PARTS, History, content_of, note_of, role_of
 from lce_serve.refusals import Refusal, wrong
 from lce_serve.service import Service
@@ -42,7 +42,7 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
         max_tokens=fields.limit("max_tokens"),
         options={name: value for name, value in options.items() if value is not None},
         tools=tools,
-        grammar=grammar_of(Fields({}), tools),
+        grammar=grammar_for(fields, Fields({}), tools),
         **how,
     )
     return await answer(service, request, asked, _Form(service))

@@ -14,7 +14,7 @@ from lce_serve.answering import answer, common, new_id, openai_options
 from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Delta, Ended, Run
-from lce_serve.grammar import grammar_of
+from lce_serve.guided import grammar_for
 from lce_serve.history import MOST_MESSAGES, History, note_of, read_call, role_of, text_of
 from lce_serve.refusals import Refusal, wrong
 from lce_serve.service import Service
@@ -33,7 +33,7 @@ async def responses(service: Service, request: Request, fields: Fields) -> Respo
         max_tokens=fields.limit("max_output_tokens"),
         options=openai_options(fields),
         tools=tools,
-        grammar=grammar_of(fields.inner("text").inner("format"), tools),
+        grammar=grammar_for(fields, fields.inner("text").inner("format"), tools),
         **how,
     )
     return await answer(service, request, asked, _Form(service, fields))

@@ -1,0 +1,119 @@
+"""Fields of neighbouring servers: each is obeyed or refused by its name, in every API, never ignored."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.lce_serve.conftest import events
+
+HI = [{"role": "user", "content": "the quick fox"}]
+PATHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": HI}),
+    "text": ("/v1/completions", {"prompt": "the quick fox"}),
+    "messages": ("/v1/messages", {"messages": HI}),
+    "responses": ("/v1/responses", {"input": "the quick fox"}),
+}
+VOTE = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+UNDONE: list[dict[str, Any]] = [
+    {"suffix": "\n\nprint(1)"},
+    {"best_of": 4},
+    {"use_beam_search": True},
+    {"bad_words": ["no"]},
+    {"skip_special_tokens": False},
+    {"modalities": ["text", "audio"]},
+    {"structured_outputs": {"structural_tag": "x"}},
+]
+NOTHING: dict[str, Any] = {"suffix": "", "best_of": 1, "use_beam_search": False, "min_tokens": 0, "ignore_eos": False}
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_what_is_not_obeyed_is_refused_by_name(client: TestClient, api: str) -> None:
+    path, body = PATHS[api]
+    for field in UNDONE:
+        answer = client.post(path, json={**body, **field})
+        assert (answer.status_code, [*field][0] in answer.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_values_that_ask_for_nothing_are_taken(client: TestClient, api: str) -> None:
+    path, body = PATHS[api]
+    limit = "max_output_tokens" if api == "responses" else "max_tokens"
+    for given in (NOTHING, dict.fromkeys([*NOTHING, "grammar", "guided_json", "structured_outputs"])):
+        assert client.post(path, json={**body, limit: 2, **given}).status_code == 200
+
+
+def said(client: TestClient, api: str, *, stream: bool, **more: Any) -> tuple[str, str]:
+    """The text of an answer in chat or completions, and why it ended."""
+    path, body = PATHS[api]
+    answer = client.post(path, json={**body, "max_tokens": 60, "stream": stream, **more})
+    assert answer.status_code == 200, answer.text
+    if stream:
+        found = [json.loads(data)["choices"][0] for data in events(answer.text)[:-1]]
+    else:
+        found = answer.json()["choices"]
+    texts = (each.get("delta", each.get("message", each)) for each in found)
+    return "".join(each.get("content", each.get("text")) or "" for each in texts), found[-1]["finish_reason"]
+
+
+TIGHT = {**VOTE, "x-guidance": {"whitespace_flexible": False}}
+GUIDES: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object", "schema": TIGHT}}, r'\{"a":[12]\}'),
+    ({"guided_json": TIGHT}, r'\{"a":[12]\}'),
+    ({"guided_json": json.dumps(TIGHT)}, r'\{"a":[12]\}'),
+    ({"json_schema": TIGHT}, r'\{"a":[12]\}'),
+    ({"structured_outputs": {"json": TIGHT}}, r'\{"a":[12]\}'),
+    ({"guided_regex": "[a-c]{3}/x"}, "[a-c]{3}/x"),
+    ({"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
+    ({"guided_choice": ['a "b"', "über"]}, 'a "b"|über'),
+    ({"grammar": 'root ::= "yes" | "no" tail\ntail ::= [xy] "!"'}, "yes|no[xy]!"),
+    ({"guided_grammar": 'start: "yes" | "no"'}, "yes|no"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["chat", "text"])
+def test_grammars_of_other_servers_are_obeyed(client: TestClient, api: str, stream: bool) -> None:
+    for guide, expected in GUIDES:
+        text, reason = said(client, api, stream=stream, **guide)
+        assert (bool(re.fullmatch(expected, text)), reason) == (True, "stop"), (guide, text)
+
+
+WRONG: list[dict[str, Any]] = [
+    {"grammar": "root ::= ("},
+    {"grammar": "root ::= " + "(" * 30_000},
+    {"grammar": "a" * 200_000},
+    {"guided_regex": "("},
+    {"guided_choice": [1]},
+    {"guided_json": "{"},
+    {"guided_json": {"type": "nonsense"}},
+    {"grammar": 'root ::= "a"', "guided_regex": "a"},
+    {"grammar": 'root ::= "a"', "response_format": {"type": "json_object"}},
+    {"min_tokens": 4, "response_format": {"type": "json_object"}},
+    {"ignore_eos": True, "guided_choice": ["a"]},
+    {"min_tokens": -1},
+    {"ignore_eos": "yes"},
+]
+
+
+@pytest.mark.parametrize("api", ["chat", "text"])
+def test_wrong_grammars_are_refused_by_name(client: TestClient, api: str) -> None:
+    for given in WRONG:
+        answer = client.post(PATHS[api][0], json={**PATHS[api][1], "max_tokens": 4, **given})
+        assert (answer.status_code, [*given][0] in answer.text) == (400, True), answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"stop_token_ids": [9]}, {"temperature": 1, "seed": 1}])
+def test_an_answer_has_at_least_the_tokens_that_are_asked_for(client: Any, stream: bool, more: Any) -> None:
+    end = {"logit_bias": {"301": 100, "1": 100, "9": 100 if more.get("stop_token_ids") else 0}, **more}
+    for api in ("chat", "text"):
+        path, body = PATHS[api]
+        for given, expected in (({}, 0), ({"min_tokens": 5}, 5), ({"ignore_eos": True}, 12)):
+            more = {"stream_options": {"include_usage": True}} if stream else {}
+            answer = client.post(path, json={**body, "max_tokens": 12, "stream": stream, **more, **end, **given})
+            usage = json.loads(events(answer.text)[-2])["usage"] if stream else answer.json()["usage"]
+            if not (given == {"ignore_eos": True} and "stop_token_ids" in end):  # a stop of the client's ends it
+                assert usage["completion_tokens"] == expected
