@@ -21,7 +21,7 @@ class Lasting:
     It is for an answer that `inner` does not end.
     """
 
-    def __init__(self, least: int, ends: list[int], inner: GrammarConstraint | None) -> None:
+    def __init__(self, least: int, ends: list[int], inner: GrammarConstraint | Lasting | None) -> None:
         self._left, self._ends, self._inner = least, ends, inner
         self.notes: list[str] = [] if inner is None else inner.notes
 

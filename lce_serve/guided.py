@@ -36,12 +36,14 @@ _UNDONE: dict[str, tuple[Any, ...]] = {
     "whitespace_pattern": (),
     "structural_tag": (),
 }
-# Fields with the grammar of an answer, and which kind of grammar it is; then those within `structured_outputs`.
-_GUIDES = {
-    **{"guided_json": "json", "json_schema": "json", "guided_json_object": "object", "guided_choice": "choice"},
-    **{"guided_regex": "regex", "regex": "regex", "guided_grammar": "grammar", "grammar": "grammar", "ebnf": "grammar"},
+_INNER = "structured_outputs."
+_GUIDES = {  # the kinds of grammars, each with the fields that have one
+    "json": ("guided_json", "json_schema", f"{_INNER}json"),
+    "object": ("guided_json_object", f"{_INNER}json_object"),
+    "choice": ("guided_choice", f"{_INNER}choice"),
+    "regex": ("guided_regex", "regex", f"{_INNER}regex"),
+    "grammar": ("guided_grammar", "grammar", "ebnf", f"{_INNER}grammar"),
 }
-_STRUCTURED = {"json": "json", "json_object": "object", "choice": "choice", "regex": "regex", "grammar": "grammar"}
 
 
 def refuse_undone(fields: Fields) -> None:
@@ -58,9 +60,10 @@ def grammar_for(fields: Fields, form: Fields, tools: Tools) -> Grammar | None:
 
     Refuses two grammars that exclude each other, and a least length of an answer that a grammar ends.
     """
-    own, structured = grammar_of(form, tools), fields.inner("structured_outputs")
-    parts = [*((fields, *guide) for guide in _GUIDES.items()), *((structured, *guide) for guide in _STRUCTURED.items())]
-    guides = [each for each in parts if each[0].body.get(each[1]) not in (None, False, "")]
+    own, inner = grammar_of(form, tools), fields.inner("structured_outputs")
+    known = [(kind, name) for kind, names in _GUIDES.items() for name in names]
+    parts = [(inner if _INNER in name else fields, name.removeprefix(_INNER), kind) for kind, name in known]
+    guides = [(part, name, kind) for part, name, kind in parts if part.body.get(name) not in (None, False, "")]
     least, stops = fields.whole("min_tokens", 0, MOST_TOKENS) or 0, fields.items("stop_token_ids", 1024)
     if fields.flag("ignore_eos"):
         least, stops = MOST_TOKENS, []
@@ -72,8 +75,7 @@ def grammar_for(fields: Fields, form: Fields, tools: Tools) -> Grammar | None:
     if len(names) > 1:
         raise Refusal(400, f"{names[0]} and {names[1]} exclude each other; leave one of them out", names[0])
     if guides:
-        part, name, kind = guides[0]
-        return _guide(part, name, kind)
+        return _guide(*guides[0])
     if not least:
         return own
     return lambda vocabulary: Lasting(least, [*vocabulary.eos_ids, *stops], own(vocabulary) if own else None)
