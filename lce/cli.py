@@ -13,6 +13,7 @@ import lce
 from lce.errors import CapacityError, UsageError
 from lce.files import named
 from lce.kernels import levels
+from lce.plugins import TREE
 from lce.sizes import size_text
 from lce.terminal import figures, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling
@@ -243,9 +244,9 @@ def quantize(model: str, weights: str, out: str, output: Output) -> None:
 def warm(level: tuple[str, ...], output: Output) -> None:
     """Compile the CPU kernels that are missing, ahead of their first use: in a container's image, for example.
 
-    They are kept beside the package if this user may write there, else in the user's cache. Installing lce compiles
-    those of its processor; --level is for images that run elsewhere. Kernels for GPUs are not among them: Triton
-    compiles those when they are first used.
+    It says how long this takes and where it writes: beside the installed package if this user may write there; else,
+    and from a clone, in the user's cache. Installing lce compiles those of its processor; --level is for images that
+    run elsewhere. Kernels for GPUs are not among them: Triton compiles those when they are first used.
     """
     from lce.kernels.building import build
 
@@ -254,7 +255,7 @@ def warm(level: tuple[str, ...], output: Output) -> None:
     found = []
     for each in asked:
         with output.bar(f"kernels for {each.name}", " kernels") as bar:
-            found.append(build(each, bar))
+            found.append(build(each, bar, beside=not (TREE / "setup.cfg").exists()))
         output.figures(f"lce: {found[-1].line}")
     output.object(found)
 

@@ -25,6 +25,16 @@ def test_help_imports_nothing_heavy(args: str) -> None:
     assert out.startswith(("Usage: lce", f"lce {lce.__version__}"))
 
 
+@pytest.mark.parametrize("group", [[], ["eval"], ["leaderboard"]])
+def test_help_names_each_command_once_and_cuts_nothing(group: list[str]) -> None:
+    text = run(*group, "--help").stdout
+    listed = re.findall(r"^  (\w+)  ", text.partition("Options:")[2].partition("\n\n")[2], re.MULTILINE)
+    assert len({*listed}) == len(listed) > 1
+    assert "..." not in text.partition("Options:")[2]
+    titles = ["Run a model:", "Keep what was read:", "Serve:", "Models:", "Study methods:"]
+    assert re.findall(r"^\S.*:$", text, re.MULTILINE) == ["Options:", *(["Commands:"] if group else titles)]
+
+
 def test_python_dash_m() -> None:
     code = "import runpy, sys; sys.argv[1:] = ['--version']; runpy.run_module('lce', run_name='__main__')"
     assert output(code) == f"lce {lce.__version__}\n"

@@ -7,6 +7,7 @@ this process is killed, the others end at their next kernel.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -22,8 +23,10 @@ from lce.errors import CapacityError, LceError, UsageError
 from lce.files import named
 from lce.kernels.cpu import library
 from lce.kernels.levels import Level
-from lce.progress import Progress
+from lce.progress import Progress, notice
 from lce.system import usable_cores
+
+KERNEL_S = 0.8  # seconds of a core for a kernel, on an Intel Xeon; Numba's own start included
 
 # What a process runs: it looks for modules where this process does, whatever folder it runs in.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from lce.kernels.building import compile_share; compile_share{share!r}"
@@ -50,19 +53,23 @@ class Built:
         return f"{self.level}: {self.n_compiled}{of_all} kernels compiled, {size}, in {named(self.folder)}"
 
 
-def build(level: Level, progress: Progress = lambda done, total: None) -> Built:
+def build(level: Level, progress: Progress = lambda done, total: None, *, beside: bool = True) -> Built:
     """Compile the kernels of a level that are missing. `progress` gets the numbers of compiled and of missing kernels.
 
-    Raises `UsageError` if Numba is missing or no folder can be written, and `CapacityError` if the disk is full.
+    Without `beside` they go to the user's cache, also if the folder beside the package can be written. Raises
+    `UsageError` if Numba is missing or no folder can be written, and `CapacityError` if the disk is full.
     """
     began = time.monotonic()
     files = [library.file_name(*each) for each in kernels()]
     folder = library.built_folder(level)
     missing = [file for file in files if library.read(folder / file) is None]
     if missing:
-        folder = writable_folder(level)
+        folder = writable_folder(level, beside)
         missing = [file for file in missing if library.read(folder / file) is None]
     if missing:
+        n_cores = min(usable_cores(), len(missing))
+        about = f"about {math.ceil(KERNEL_S * len(missing) / n_cores)} s on {n_cores} cores"
+        notice(f"{level.name}: compiling {len(missing)} kernels into {named(folder)}, {about}")
         _compile(level, folder, missing, progress)
     n_bytes = sum((folder / file).stat().st_size for file in missing)
     return Built(level.name, len(files), len(missing), n_bytes, time.monotonic() - began, folder)
@@ -77,26 +84,27 @@ def kernels() -> list[tuple[str, Any]]:
     return [*bodies.names()]
 
 
-def writable_folder(level: Level) -> Path:
-    """Create and return the folder for a level's kernels: beside the package, else in the user's cache.
+def writable_folder(level: Level, beside: bool) -> Path:
+    """Create and return the folder for a level's kernels: `beside` the package, else in the user's cache.
 
     Kernels of other sources that lie beside the package are deleted. Raises `UsageError` if neither can be written.
     """
-    beside = library.built_folder(level)
-    try:
-        beside.mkdir(parents=True, exist_ok=True)
-        reason = "it is not ours to write"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    if os.access(beside, os.R_OK | os.W_OK | os.X_OK):
-        for other in beside.parent.parent.iterdir():
-            if other != beside.parent:
-                shutil.rmtree(other, ignore_errors=True)
-        return beside
+    own, reason = library.built_folder(level), "a clone's package is left as it is"
+    if beside:
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+            reason = "it is not ours to write"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if os.access(own, os.R_OK | os.W_OK | os.X_OK):
+            for other in own.parent.parent.iterdir():
+                if other != own.parent:
+                    shutil.rmtree(other, ignore_errors=True)
+            return own
     folder = library.cache_folder(level)
     if folder is None:
         raise UsageError(
-            f"kernels can be kept neither in {named(beside)} ({reason}) nor in the user's cache; let this user write "
+            f"kernels can be kept neither in {named(own)} ({reason}) nor in the user's cache; let this user write "
             "one of them, or set XDG_CACHE_HOME to a folder of this user's"
         )
     return folder

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from typing import Any, NoReturn
 
@@ -27,8 +28,33 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory", "start new thread", "failed to map")
 
 
-class Root(click.Group):
+class Listing(click.Group):
+    """A group whose help lists each command with its whole first sentence. `titles` maps a title to commands."""
+
+    titles: Mapping[str, str] = {}
+    rest = "Commands"  # the title of all other commands
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        left = {name: command for name in self.list_commands(ctx) if (command := self.get_command(ctx, name))}
+        width = max(map(len, left))
+        for title, names in {**self.titles, self.rest: " ".join(left)}.items():
+            found = [(name, left.pop(name)) for name in names.split() if name in left]
+            if rows := [(f"{name:{width}}", each.get_short_help_str(999)) for name, each in found if not each.hidden]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+class Root(Listing):
     """The command group `lce`: its own commands, and those of other packages, which are imported when called."""
+
+    titles: Mapping[str, str] = {
+        "Run a model": "generate chat",
+        "Keep what was read": "prefill",
+        "Serve": "serve",
+        "Models": "info plan quantize warm",
+        "Study methods": "methods recommend check eval leaderboard bench trace inspect explain reproduce calibrate",
+    }
+    rest = "Other packages"
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a command line and exit the process."""

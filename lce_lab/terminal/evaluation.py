@@ -10,6 +10,7 @@ from click import argument
 
 from lce.files import named
 from lce.terminal import options
+from lce.terminal.exits import Listing
 from lce.terminal.options import flag
 from lce.terminal.output import Output
 from lce.terminal.reading import read_text
@@ -22,7 +23,7 @@ lengths_option = flag("--lengths LIST", "Such as 512,2k (2k is 2048).", required
 record_option = flag("--record FILE", "Keep the answers in this file; samples that it has are skipped.")
 
 
-@click.group("eval")
+@click.group("eval", cls=Listing)
 def evaluation() -> None:
     """Measure a model with a method."""
 

@@ -17,6 +17,7 @@ import lce
 from lce.errors import DataError, UsageError
 from lce.files import named, write_whole
 from lce.terminal import options
+from lce.terminal.exits import Listing
 from lce.terminal.options import flag
 from lce.terminal.output import Output, markdown
 from lce_lab.terminal.options import methods_options
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 folder_argument = argument("folder", metavar="FOLDER")
 
 
-@click.group("leaderboard")
+@click.group("leaderboard", cls=Listing)
 def leaderboard() -> None:
     """Rank methods on your models: ask them standard questions, and show who does best, up to which length."""
 

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from lce import cli
 from lce.errors import CapacityError, LceError, UsageError
 from lce.kernels import building, code, levels
 from lce.kernels.building import Built, build
@@ -28,6 +29,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(building, "kernels", lambda: KERNELS)
     monkeypatch.setattr(library, "built_folder", built_folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cli, "TREE", tmp_path)  # no clone
     return tmp_path / "built"
 
 
@@ -91,9 +93,25 @@ def test_the_command_compiles_several_levels(place: Path, monkeypatch: pytest.Mo
     assert [each["n_bytes"] for each in got] == [*map(len, codes)]
     assert codes[0] != codes[1]
     said = [line.partition(",")[0] for line in result.stderr.splitlines()]
-    assert said == ["lce: v3: 1 kernels compiled", "lce: arm64: 1 kernels compiled"]
+    begun = [f"lce: {name}: compiling 1 kernels into {place / 'digest' / name}" for name in ("v3", "arm64")]
+    assert said == [begun[0], "lce: v3: 1 kernels compiled", begun[1], "lce: arm64: 1 kernels compiled"]
     assert run("warm", "--level", "v3").stderr == "lce: v3: all 1 kernels are there already\n"
     assert_error(run("warm", "--level", "v5"), 2, "'v4-bf16', 'v4', 'v3', 'arm64', 'native', 'all'")
+
+
+def test_a_clone_is_left_as_it_is(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_none(level: Level, folder: Path, files: list[str], progress: object) -> None:
+        for file in files:
+            library.write(folder / file, b"code")
+
+    monkeypatch.setattr(building, "_compile", compile_none)
+    (place.parent / "setup.cfg").touch()
+    result = run("warm", "--level", "v3")
+    assert result.exit_code == 0, result.stderr
+    folder = library.cache_folder(levels.find("v3"))
+    assert f"lce: v3: compiling 2 kernels into {folder}, about " in result.stderr
+    assert not place.exists()
+    assert run("warm", "--level", "v3").stderr == "lce: v3: all 2 kernels are there already\n"
 
 
 def test_numba_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
