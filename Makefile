@@ -20,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 .PHONY: demo smollm2 test test-slow test-v3 check docs pictures gpu tour venv
 
 demo: $(VENV)/runtime.stamp
-	$(BIN)/lce generate --model demo --method esa --prompt-file examples/haystack.txt
+	$(BIN)/lce generate --model demo --method auto --prompt-file examples/haystack.txt
 
 # A fact, then a real text: Python's own language reference, which comes with Python. 10,141 tokens, for a window of 8,192.
 FACT := The best thing to do in San Francisco is
@@ -28,7 +28,7 @@ smollm2: $(VENV)/smollm2.stamp
 	$(BIN)/python -c 'from pydoc_data.topics import topics; \
 		print("$(FACT) eat a sandwich and sit in Dolores Park on a sunny day.\n"); \
 		print("\n".join(topics.values())[:42000])' \
-		| $(BIN)/lce generate -m smollm2 --method self_extend -f - -p "$(FACT)" -n 8
+		| $(BIN)/lce generate -m smollm2 --method auto -f - -p "$(FACT)" -n 8
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

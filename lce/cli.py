@@ -78,7 +78,7 @@ def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, o
     sampling = lce.Sampling(**given)  # raises an error for a wrong option before the model is loaded
     if isinstance(prompt, str):
         how["sampling"] = options.seeded(sampling)
-    engine, context = opening.load(str(prompt), how["max_tokens"])
+    engine, context = opening.load(prompt, how["max_tokens"])
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
         if isinstance(prompt, str):
@@ -130,7 +130,7 @@ def chat(opening: Opening, text: tuple[str, ...], system: str | None, output: Ou
     with output.noting():
         conversation = engine.conversation(system, context=context)
         answering["sampling"] = chat_sampling(engine, sampling, output)
-        ChatLoop(conversation, output, answering).run(first)
+        ChatLoop(conversation, output, answering, opening.is_chosen_later).run(first)
 
 
 @cli.command()

@@ -65,7 +65,7 @@ class RankError(LceError):
 
 
 class WindowWarning(UserWarning):
-    """The warning that a text is longer than the method can read with this model, so answers are probably wrong."""
+    """The warning that a text is longer than the method can read of this model."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

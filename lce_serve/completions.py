@@ -21,7 +21,7 @@ from lce_serve.answering import (
     openai_usage,
 )
 from lce_serve.fields import Fields
-from lce_serve.generation import Asked, Delta, Ended, Run, engine_for
+from lce_serve.generation import REMEDY, Asked, Delta, Ended, Run, engine_for
 from lce_serve.guided import grammar_for
 from lce_serve.refusals import TOO_LONG, Refusal, wrong
 from lce_serve.service import Service
@@ -96,7 +96,7 @@ async def _echo(service: Service, ids: list[int], n_top: int | None, *method: An
     if n_top is None or len(ids) < 2:
         none: list[Any] = [None] * len(ids)
         return _Tokens(ids, none, none)
-    if (warning := engine.setup.beyond(len(ids))) is not None:
+    if (warning := engine.setup.beyond(len(ids), REMEDY)) is not None:
         raise Refusal(400, warning, "prompt", TOO_LONG)
     if n_top and len(ids) * engine.setup.model.config.vocab_size > MOST_LOGITS:
         most = MOST_LOGITS // engine.setup.model.config.vocab_size

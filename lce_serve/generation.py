@@ -22,6 +22,7 @@ from lce_serve.tools import Call, Tools
 
 DEFAULT_TOKENS = 4096  # the most tokens of an answer whose request gives no limit
 LEAST_TOKENS = 16  # while memory is short, a limit is not lowered below this
+REMEDY = 'give "method": "{0.method}", which lce takes for this length'  # what a refusal says of the other method
 COMPILE_S = 10.0  # seconds that the grammar of a request may take
 
 Shorter = Callable[[], Any]
@@ -328,7 +329,7 @@ def room(engine: Any, n_prompt: int, given: int | None) -> int:
 
     Refuses a prompt that is longer than the method can read.
     """
-    if (warning := engine.setup.beyond(n_prompt)) is not None:
+    if (warning := engine.setup.beyond(n_prompt, REMEDY)) is not None:
         raise Refusal(400, warning, "messages", TOO_LONG)
     most, limit = DEFAULT_TOKENS if given is None else given, engine.setup.readable
     return most if limit is None else max(1, min(most, limit - n_prompt))

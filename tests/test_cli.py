@@ -98,15 +98,16 @@ def test_plan_as_a_table_and_as_json(tmp_path: Path) -> None:
     args = ("plan", "--model", tmp_path, "--method", "longheads", "-o", "chunk_size=16", "--tokens", "32k", *budget)
     result = run(*args)
     assert (result.exit_code, result.stderr) == (0, "")
-    head, _, names, device, disk, _, verdict = result.stdout.splitlines()
+    head, _, names, device, disk, _, verdict, advice = result.stdout.splitlines()
     assert head == "32,768 tokens, read by longheads on cpu, keys and values in float32"
     columns = "tier, needed, available, keys and values, budget, kept besides, weights, activations"
     assert re.split(" {2,}", names) == columns.split(", ")
     assert re.fullmatch(r"device +3.5 MiB +.* +1.0 MiB +1.0 MiB +2.0 MiB +391.2 KiB +144.0 KiB", device)
     assert re.fullmatch(r"disk +16.0 MiB +.* +16.0 MiB +none +0 B +0 B +0 B", disk)
     assert re.fullmatch(r"It fits. The longest is [0-9,]+ tokens.", verdict)
+    assert advice.startswith("For this length --method auto takes pages: ")
     plan = json.loads(run(*args, "--json").stdout)
-    assert plan["fits"] is True
+    assert (plan["fits"], plan["auto"]["method"]) == (True, "pages")
     assert (plan["tokens"], plan["method"], plan["refusal"]) == (32768, "longheads", None)
     assert plan["tiers"]["device"]["keys_and_values"] == plan["tiers"]["device"]["budget"] == 1 << 20
     assert plan["tiers"]["device"]["needed"] > plan["tiers"]["device"]["keys_and_values"]

@@ -11,6 +11,7 @@ from lce.engine.running import Rest, checked_options, prompt_ids, stream
 from lce.engine.setup import Setup
 from lce.engine.stream import CancelFlag, Generation, Stream
 from lce.errors import ModelError, UsageError
+from lce.methods.base import Method
 from lce.sizes import count
 from lce.tokenizer.chat import ChatText, ends_with_answer
 
@@ -136,6 +137,20 @@ class Conversation(Unique):
         turn = _Turn([dict(message) for message in new], chat, len(context) + len(ids), found)
         self._past = replace(self._past, turn=turn)
         return found
+
+    def use(self, method: str | Method) -> None:
+        """Go on with another method of the same model: the next turn reads all messages anew.
+
+        Raises `UsageError` for a method or a knob that cannot be used, and if the conversation began with a context.
+        """
+        if self._before:
+            raise UsageError(
+                "this conversation continues a context, whose text another method has read; begin a new one"
+            )
+        setup = self.setup.using(method)
+        self._settle()
+        self._past = replace(self._past, text="", marks=[(0, 0)], n_tokens=None if self._past.messages else 0)
+        self.setup, self.context = setup, None
 
     def reset(self) -> None:
         """Forget all messages except the system message, and all tokens except those of the context given at first."""

@@ -24,6 +24,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.cache.limits import Limits
 from lce.errors import CapacityError
+from lce.methods.auto import Choice
 from lce.sizes import enough_text, size_text
 
 UNBOUNDED_TOKENS = 1 << 40  # if a context of this many tokens fits, the longest length counts as unbounded
@@ -69,7 +70,7 @@ class Plan:
     names), "host" and "disk". `longest` is the length of the longest context that fits; None: unbounded. `refusal` says
     why the context does not fit, and a remedy; None if it fits. `layers` has the first and the last layer on each of
     several devices. `readable` is how many tokens the method can read of this model, whatever the memory; None: any
-    number. `warning` says if `tokens` exceeds `readable`.
+    number. `warning` says if `tokens` exceeds `readable`. `auto` is what the method "auto" would be for `tokens`.
     """
 
     tokens: int
@@ -83,6 +84,7 @@ class Plan:
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     readable: int | None = None
     warning: str | None = None
+    auto: Choice | None = None
 
     @property
     def fits(self) -> bool:

@@ -18,6 +18,7 @@ from lce.engine.identity import Identity
 from lce.engine.saving import ContextFiles
 from lce.errors import LceError, ModelError, UsageError, WindowWarning, shown
 from lce.methods import registry
+from lce.methods.auto import Choice, choice_for
 from lce.methods.base import Method
 from lce.methods.run import Driver
 from lce.methods.step import ModelFacts
@@ -41,7 +42,8 @@ INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  
 # penalty the model repeated sentences without end, at temperature 0.7 too. A repetition penalty counts the words of the
 # document that is asked about, and hid facts in it. Several answers to one prompt need a temperature to differ.
 MILD, MILD_OF_SEVERAL = {"frequency_penalty": 0.5}, {"temperature": 0.7, "frequency_penalty": 0.5}
-FIRST = ("longheads", "dca", "esa")  # the methods that the warning names first, in this order
+# What the warning says of `auto`, with the choice for the text, and its tokens.
+REMEDY = 'give --method auto, which takes {0.spelled} for this length (in Python: method="auto", length={1})'
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,17 +71,35 @@ class Planned:
     @property
     def readable(self) -> int | None:
         """The most tokens that the method can read of the model; None: any number."""
-        return self.method.limit(self.rope.reach(self.window), self.config.sliding_window)
+        return self.method.limit(self.reach, self.config.sliding_window)
 
-    def beyond(self, n_tokens: int) -> str | None:
-        """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None."""
+    @property
+    def reach(self) -> int:
+        """The number of positions that the model can be trusted on: the window, stretched by RoPE scaling."""
+        return self.rope.reach(self.window)
+
+    def choice(self, n_tokens: int | None) -> Choice:
+        """Return what the method `auto` is for a text of `n_tokens` (None: of any length) and this model."""
+        return choice_for(n_tokens, self.reach)
+
+    def limits(self) -> Mapping[str, int | None]:
+        """Return how many tokens each registered method, with default knobs, reads of this model; None: any number."""
+        return _limits(self.config, self.reach, self.rope)
+
+    def beyond(self, n_tokens: int, remedy: str = REMEDY) -> str | None:
+        """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None.
+
+        `remedy` says how the reader of the line takes another method: a format for the `Choice` and `n_tokens`.
+        """
         limit, n_tokens = self.readable, count(n_tokens, "n_tokens", least=0)
         if limit is None or n_tokens <= limit:
             return None
-        others = ", ".join(_unlimited(self.config, self.rope.reach(self.window), self.rope)) or "none that is installed"
+        choice, limits = self.choice(n_tokens), self.limits().items()
+        others = [name for name, most in limits if name != choice.method and (most is None or most >= n_tokens)]
         return (
             f"{n_tokens:,} tokens are more than the {limit:,} that the method {self.method.label} can read of this "
-            f"model (window {self.window:,}), so answers are probably wrong; methods that read on: {others}"
+            f"model (window {self.window:,}), so what it writes behind them is probably wrong; "
+            f"{remedy.format(choice, n_tokens)}; others that read so far: {', '.join(others)}"
         )
 
     def warn(self, n_tokens: int) -> str | None:
@@ -93,17 +113,16 @@ class Planned:
 
 
 @functools.cache
-def _unlimited(config: ModelConfig, window: int, rope: RopeConfig) -> tuple[str, ...]:
-    """Return the names of the methods that, with default knobs, read texts of any length with a model."""
-    found, facts = [], ModelFacts(Source(Path()), config, window, rope, plan_only=True)
+def _limits(config: ModelConfig, window: int, rope: RopeConfig) -> Mapping[str, int | None]:
+    found, facts = dict[str, int | None](), ModelFacts(Source(Path()), config, window, rope, plan_only=True)
     for name in registry.available():
         try:
             method = registry.make(name)
-            if not method.promised("analysis") and method.for_model(facts).resolve(window).limit(window) is None:
-                found.append(name)
+            if not method.promised("analysis"):
+                found[name] = method.for_model(facts).resolve(window).limit(window, config.sliding_window)
         except LceError:  # a plug-in whose method needs knobs or cannot be imported
             continue
-    return tuple(sorted(found, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)))
+    return found
 
 
 class _End:

@@ -69,6 +69,7 @@ def plan(given: Planning) -> Plan:
         {part.device_tier: (part.layers[0], part.layers[-1]) for part in layout.by_device if layout.borders},
         made.readable,
         made.beyond(n_tokens),
+        made.choice(n_tokens),
     )
 
 

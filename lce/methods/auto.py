@@ -1,8 +1,8 @@
-"""The method `auto`: a table of the methods that were measured best, by the length of a text in windows."""
+"""The method `auto`, and all advice on methods: a table of those that were measured best, by a text's length."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from lce.methods import registry
 from lce.methods.base import Method
@@ -12,11 +12,12 @@ from lce.methods.step import ModelFacts
 from lce.progress import notice
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """A method with its knobs, for texts of at most `windows` times the model's window (None: any), and the reason."""
 
     method: str
-    knobs: Mapping[str, Any] = MappingProxyType({})
+    knobs: Mapping[str, Any] = field(default_factory=dict)
     windows: float | None = None
     reason: str = ""
 
@@ -27,6 +28,11 @@ class Choice(NamedTuple):
 
     def make(self) -> Method:
         return registry.make(self.method, self.knobs)
+
+    def line(self, length: int | None, window: int) -> str:
+        """Return what is printed where `auto` stands for this choice, for texts of `length` tokens."""
+        texts = "texts of any length" if length is None else f"{length:,} tokens"
+        return f"method {AUTO} is {self.spelled} for {texts} and a window of {window:,}: {self.reason}"
 
 
 # What SmolLM2-135M found of facts in essays: docs/findings.md. `lce recommend` measures the same on another model.
@@ -41,14 +47,16 @@ CANDIDATES = tuple(map(Choice, ("rerope", "self_extend", "dca", "pages", "longhe
 
 
 def choice_for(length: int | None, window: int) -> Choice:
-    """Return the choice for texts of `length` tokens (None: any), and a model trusted on `window` positions."""
+    """Return the choice for texts of `length` tokens (None: any), and a model trusted on `window` positions.
+
+    Whatever advises a method asks this function: `auto`, plans, warnings, refusals and `lce recommend`.
+    """
     return next(x for x in CHOICES if x.windows is None or (length is not None and length <= x.windows * window))
 
 
 def automatic(model: ModelFacts, length: int | None) -> Method:
     """Return the method that `auto` stands for. If the model will be run, print it on stderr with the reason."""
-    choice = choice_for(length, model.rope.reach(model.window))
-    texts = "texts of any length" if length is None else f"{length:,} tokens"
+    choice = choice_for(length, window := model.rope.reach(model.window))
     if not model.plan_only:
-        notice(f"method {AUTO} is {choice.spelled} for {texts} and a window of {model.window:,}: {choice.reason}")
+        notice(choice.line(length, window))
     return choice.make()

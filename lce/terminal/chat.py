@@ -13,6 +13,7 @@ import click
 import lce
 from lce.errors import DataError, LceError, UsageError, nearest, shown
 from lce.files import named
+from lce.progress import notice
 from lce.terminal import figures, options
 from lce.terminal.output import Output, generation_line, tell
 from lce.terminal.reading import decoded, read_chat, read_text
@@ -41,6 +42,8 @@ class ChatLoop:
     conversation: "lce.Conversation"
     output: Output
     answering: dict[str, Any]  # options of `Conversation.stream`
+    chooses: bool = False  # whether each message chooses the method, by the length of the conversation
+    chosen: Any = None  # the `Choice` of the last message
     files: list[str] = field(default_factory=list)  # the texts of files that go before the next message
     terminal: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
 
@@ -128,6 +131,8 @@ class ChatLoop:
             bar(done, total)
 
         try:
+            if self.chooses:
+                self._choose(message)
             with self.output.bar("prefill", " tok") as bar:
                 stream = self.conversation.stream(message, progress=advance, **self.answering)
                 self.output.generation(stream)
@@ -142,6 +147,18 @@ class ChatLoop:
             self.output.object(figures.generation_object(stream.result, self.conversation.setup.method))
             self.output.figures(generation_line(stream.result.stats))
         self.files.clear()
+
+    def _choose(self, message: str) -> None:
+        """Take the method for the conversation with a new message and its answer, if the last turn's is another."""
+        talk, tokenizer = self.conversation, self.conversation.setup.tokenizer
+        chat = tokenizer.render_chat([*talk.messages, {"role": "user", "content": message}])
+        n_tokens = len(tokenizer.encode_parts(chat)) + self.answering["max_tokens"]
+        choice = talk.setup.choice(n_tokens)
+        if choice != self.chosen:
+            notice(choice.line(n_tokens, talk.setup.reach))
+            if choice.method != talk.setup.method.name or choice.knobs:
+                talk.use(choice.make())
+            self.chosen = choice
 
     def _note(self, text: str) -> None:
         if self.terminal or not self.output.quiet:

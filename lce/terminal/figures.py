@@ -96,8 +96,10 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.kv_dtype != plan.dtype:
         where = "everywhere" if plan.kv_dtype == "int8-device" else "below the device"
         asked = f"{asked}, {where} in {plan.kv_dtype}"
-    warning = [] if plan.warning is None or not plan.fits else [f"But {plan.warning}."]
-    return [asked, "", *aligned(rows), "", f"{'It fits.' if plan.fits else 'It does not fit.'} {longest}", *warning]
+    advised = plan.auto and f"For this length --method auto takes {plan.auto.spelled}: {plan.auto.reason}."
+    further = advised if plan.warning is None else f"But {plan.warning}."
+    last = [f"It fits. {longest}", *filter(None, [further])] if plan.fits else [f"It does not fit. {longest}"]
+    return [asked, "", *aligned(rows), "", *last]
 
 
 def type_text(hint: Any) -> str:

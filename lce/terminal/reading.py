@@ -131,22 +131,29 @@ class Opening:
     knobs: Mapping[str, str] = field(default_factory=dict)
     prefill_method: str | None = None
 
-    def load(self, text: str | None = None, more: int = 0, least: int = 0) -> "tuple[lce.Engine, lce.Context | None]":
+    @property
+    def is_chosen_later(self) -> bool:
+        """Whether a chat chooses the method, when it knows what it reads."""
+        automatic = self.method == lce.methods.registry.AUTO and not self.knobs
+        return automatic and self.context_file is None and self.prefill_method is None
+
+    def load(
+        self, text: str | list[Any] | None = None, more: int = 0, least: int = 0
+    ) -> "tuple[lce.Engine, lce.Context | None]":
         """Return an engine, and the context opened from the context file; without a file, an engine and None.
 
         With a file, the engine has the file's options, overridden by those of the command line. Without a file, the
-        default method is `full`, and `auto` chooses for the tokens of `text`, if given, and `more`, but at least for
-        `least` tokens. Raises an error for options that contradict the file.
+        default method is `full`, and `auto` chooses for the tokens of `text`, a prompt or messages, and `more`, but at
+        least for `least` tokens. Without `text`, `auto` is `full` until a chat chooses. Raises an error for options
+        that contradict the file.
         """
         if self.context_file is not None:
             return self._opened(self.context_file)
         name, length = "full" if self.method is None else self.method, None
-        if text is not None and name == lce.methods.registry.AUTO:
-            from lce.models.layers import read_config
-            from lce.weights.source import source_of
-
-            source = source_of(self.model)  # no weights are loaded to count tokens
-            length = max(least, len(source.tokenizer(read_config(source).vocab_size).encode(text)) + more)
+        if text is None and self.is_chosen_later:
+            name = "full"
+        elif text is not None and name == lce.methods.registry.AUTO:
+            length = max(least, n_tokens_of(self.model, text) + more)
         how: Any = {"length": length, **named_methods(name, self.knobs, self.prefill_method), **self.loading}
         return lce.load(self.model, **how), None
 
@@ -160,12 +167,24 @@ class Opening:
             raise UsageError(f"{named(context_file)} was made with the method {where}; give --method FILE.py")
         own, _, prefill = context.method.partition(BETWEEN)
         name = own if self.method in (None, lce.methods.registry.AUTO) else self.method
+        if name is own and self.method is not None:
+            note(f"the method of {named(context_file)} is {own}: for another, read its text again by `lce prefill`")
         before = self.prefill_method or prefill or None
         same = {False: name == own, True: before == prefill}  # by whether a knob is the method of prefill's
         knobs = {key: value for key, value in context.knobs.items() if same[key.startswith(PREFILL)]}
         how = {**named_methods(name, {**knobs, **self.knobs}, before), **continued(context, self.loading)}
         engine = lce.load(self.model, **how)
         return engine, engine.open_context(context_file)
+
+
+def n_tokens_of(model: str, text: str | list[Any]) -> int:
+    """Return how many tokens a prompt or a chat's messages have, by the tokenizer of a model; loads no weights."""
+    from lce.models.layers import read_config
+    from lce.weights.source import source_of
+
+    source = source_of(model, metadata_only=True)
+    tokenizer = source.tokenizer(read_config(source).vocab_size)
+    return len(tokenizer.encode(text) if isinstance(text, str) else tokenizer.encode_parts(tokenizer.render_chat(text)))
 
 
 def named_methods(method: str, knobs: Mapping[str, Any], prefill_method: str | None) -> dict[str, Any]:

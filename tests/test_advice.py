@@ -1,0 +1,140 @@
+"""One adviser: every place that advises a method says the same for the same model and length."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lce
+from lce.methods.auto import choice_for
+from tests.checkpoints import save_chat, tokens
+from tests.command import ran, run
+
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|turn|>{% endif %}"
+)
+PROSE = "The old miller took the bread to the village. " * 30
+W = 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that chats, with a window of 64."""
+    return save_chat(tmp_path_factory.mktemp("chat"), TEMPLATE)
+
+
+def text_of(engine: lce.Engine, n_tokens: int) -> str:
+    """Prose of so many tokens."""
+    return next(PROSE[:n] for n in range(len(PROSE)) if len(engine.tokenizer.encode(PROSE[:n])) == n_tokens)
+
+
+def named(text: str, before: str = "--method auto takes ") -> str:
+    """The method that a text advises, behind the words `before`."""
+    found = re.findall(f"{re.escape(before)}([a-z_]+)", text)
+    assert found, text
+    return str(found[0])
+
+
+TWICE = {"rope": "linear", "rope_factor": 2.0}
+
+
+@pytest.mark.parametrize(("length", "scaling"), [(W, {}), (W + 1, {}), (7 * W, {}), (2 * W, TWICE), (2 * W + 1, TWICE)])
+def test_all_say_the_same(model: Path, tmp_path: Path, length: int, scaling: dict[str, Any]) -> None:
+    expected, flags = choice_for(length, W * int(scaling.get("rope_factor", 1))).method, list[str]()
+    for key, value in scaling.items():
+        flags += [f"--{key.replace('_', '-')}", str(value)]
+    engine, file, out = lce.load(model, **scaling), tmp_path / "text.txt", tmp_path / "text.lce"
+    file.write_text(text_of(engine, length - 2))
+    of, auto = ("-m", model, *flags), ("--method", "auto")
+    said = {
+        "load": lce.load(model, "auto", length=length, **scaling).method.name,
+        "plan": getattr(lce.plan(model, tokens=length, **scaling).auto, "method", None),
+        "plan auto": lce.plan(model, "auto", tokens=length, **scaling).method,
+        "lce plan auto": named(ran("plan", *of, *auto, "--tokens", str(length)).stdout, "tokens, read by "),
+        "lce plan": named(ran("plan", *of, "--tokens", str(length)).stdout.replace(", which takes", " takes")),
+        "lce generate": named(ran("generate", *of, *auto, "-f", file, "-n", "2").stderr, "method auto is "),
+    }
+    asked = ("prefill", *of, *auto, "--out", out, "-p", "Hello", "--length", str(length))
+    said["lce prefill"] = named(ran(*asked).stderr, "method auto is ")
+    chat = [{"role": "user", "content": f"{file.read_text()}\n\nWhy?"}]
+    n_chat = len(engine.tokenizer.encode_parts(engine.tokenizer.render_chat(chat)))
+    talk = ran("chat", *of, *auto, "-n", "1", stdin=f"/file {file}\nWhy?\n")
+    by_messages = ran("generate", *of, *auto, "-n", "1", "--messages", "-", stdin=json.dumps(chat))
+    in_chat = choice_for(n_chat + 1, engine.setup.reach).method
+    for each in (talk, by_messages):
+        assert named(each.stderr, "method auto is ") == in_chat
+        assert f"for {n_chat + 1:,} tokens" in each.stderr
+    if expected != "full":
+        with pytest.warns(lce.WindowWarning) as caught:
+            engine.prefill(tokens(length))
+        said["warning"] = named(str(caught[0].message).replace(", which takes", " takes"))
+        said["refusal"] = refused(engine, length)
+    assert said == dict.fromkeys(said, expected)
+
+
+def refused(engine: lce.Engine, length: int) -> str:
+    """The method that the server names where it refuses a text. With this method the text is read."""
+    pytest.importorskip("starlette", reason="lce[serve] is not installed")
+    from starlette.testclient import TestClient
+
+    from lce_serve.app import application
+    from lce_serve.service import Service, Settings
+
+    with engine.batch(max_lanes=1) as batch:
+        client = TestClient(application(Service(Settings("tiny"), batch)), base_url="http://127.0.0.1:8000")
+        body: dict[str, Any] = {"model": "tiny", "prompt": tokens(length), "max_tokens": 1}
+        refusal = client.post("/v1/completions", json=body)
+        name = named(refusal.json()["error"]["message"], 'give "method": "')
+        answer = client.post("/v1/completions", json={**body, "method": name})
+    assert (refusal.status_code, answer.status_code) == (400, 200), answer.text
+    return name
+
+
+def test_no_line_speaks_of_answers(model: Path) -> None:
+    """A text that was read or planned has none."""
+    line = lce.load(model).setup.beyond(W + 1)
+    assert line is not None
+    assert "answer" not in line
+    assert 'give --method auto, which takes rerope for this length (in Python: method="auto", length=65)' in line
+    assert lce.load(model, "auto", length=65).setup.beyond(W + 1) is None, "the command that the line names mends it"
+
+
+def test_a_chat_chooses_again_when_a_file_comes(model: Path, tmp_path: Path) -> None:
+    """A message within the window, then a file beyond it, which is read with the messages before it."""
+    file = tmp_path / "text.txt"
+    file.write_text(PROSE[:400])
+    talk = ran("chat", "-m", model, "--method", "auto", "-n", "2", stdin=f"Hi\nWhy?\n/file {file}\nWhat?\n/reset\nHi\n")
+    assert re.findall("method auto is ([a-z_]+)", talk.stderr) == ["full", "self_extend", "full"]
+    engine = lce.load(model)
+    conversation = engine.conversation()
+    said = [conversation.ask(text, max_tokens=2).text for text in ("Hi", "Why?")]
+    conversation.use("self_extend")
+    said.append(conversation.ask(f"{PROSE[:400]}\n\nWhat?", max_tokens=2).text)
+    said.append(said[0])
+    assert talk.stdout == "".join(f"{text}\n" for text in said)
+    assert len(conversation.messages) == 6
+    assert "can read of this model" not in talk.stderr
+
+
+def test_a_conversation_goes_on_with_another_method(model: Path) -> None:
+    engine = lce.load(model)
+    whole, switched = lce.load(model, "rerope").conversation("Be brief."), engine.conversation("Be brief.")
+    before = switched.ask("Hi", max_tokens=3).text
+    switched.use("rerope")
+    messages = [*switched.messages[1:], {"role": "user", "content": "Why?"}]
+    assert switched.ask("Why?", max_tokens=3).text == whole.ask(messages, max_tokens=3).text
+    assert (switched.setup.method.name, switched.messages[2]["content"]) == ("rerope", before)
+    with pytest.raises(lce.UsageError, match="unknown method"):
+        switched.use("rerop")
+    with pytest.raises(lce.UsageError, match="continues a context"):
+        engine.conversation(context=engine.prefill("Hello")).use("rerope")
+
+
+def test_a_context_keeps_its_method_and_says_so(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "text.lce"
+    ran("prefill", "-m", model, "-p", "Hello", "--out", out)
+    again = run("generate", "-m", model, "-c", out, "--method", "auto", "-p", "Why?", "-n", "1")
+    assert "the method of" in again.stderr
+    assert "is full: for another, read its text again by `lce prefill`" in again.stderr
