@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from lce_serve.history import CHANGING
 
 BLOCK = 256  # characters of a text between two digests
 MOST_BLOCKS = 1 << 14  # of one text: 4 Mi characters
@@ -23,6 +26,7 @@ SESSION_HEADER = "x-session-id"
 # The fields of all endpoints on which a prompt depends; those that grow in a conversation are the last.
 _BEFORE = ("model", "method", "method_options", "context", "tools", "system", "instructions")
 _TEXTS = ("messages", "input", "prompt")
+_DROPPED = re.compile(rf'({"|".join(map(re.escape, CHANGING))})[^"\\]*', re.IGNORECASE)  # within JSON
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ def _digests(fields: Mapping[str, Any]) -> Iterator[bytes]:
         return
     # The next turn of a conversation begins as this one, but for the brackets at the end.
     text = json.dumps([*(fields.get(name) for name in _BEFORE), *texts], sort_keys=True)
+    text = _DROPPED.sub("", text)
     digest = hashlib.blake2b(digest_size=16)
     for start in range(0, min(len(text), BLOCK * MOST_BLOCKS), BLOCK):
         digest.update(text[start : start + BLOCK].encode())

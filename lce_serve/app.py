@@ -76,6 +76,7 @@ class _Paths(Router):
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         verbs = {verb for (verb, path) in _VERBS if path == scope["path"]}
+        verbs |= {"HEAD"} if "GET" in verbs else set()
         if verbs and scope["method"] not in verbs:
             allow = ", ".join(sorted(verbs))
             raise Refusal(405, f"expected {allow}", headers={"Allow": allow})

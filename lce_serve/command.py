@@ -13,7 +13,7 @@ from lce.terminal.options import flag
 @click.command()
 @options.loaded_model_option
 @flag("--host ADDRESS", "Where to listen; other than loopback only with a key.", default="127.0.0.1")
-@flag("--port N", "The port; 0 is any.", type=options.INDEX, default=8000)
+@flag("--port N", "The port; 0 is any.", type=click.IntRange(0, 65_535), default=8000)
 @flag("--api-key KEY", "The key that clients must give.  [default: LCE_API_KEY]", envvar="LCE_API_KEY")
 @flag("--open-metrics", "/metrics needs no key, for routers and Prometheus.", is_flag=True)
 @flag("--cors ORIGIN", "Web pages of this origin may ask; repeatable.", multiple=True)

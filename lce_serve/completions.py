@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request
@@ -120,6 +121,19 @@ def _scored(engine: Any, ids: list[int], n_top: int) -> _Tokens:
     return _Tokens(ids, [None, *own], top)
 
 
+class _Offsets:
+    """Counts the characters before each token of a text. The tokens that share a character share its offset."""
+
+    def __init__(self, tokenizer: Any, at: int = 0) -> None:
+        self._stream, self._at = tokenizer.stream(), at
+
+    def of(self, ids: list[int]) -> list[int]:
+        """Return the offsets of the next tokens."""
+        lengths = [len(self._stream.push(token_id)) for token_id in ids]
+        *found, self._at = accumulate(lengths, initial=self._at)
+        return found
+
+
 class _Form(OpenAIForm):
     """The form of completions. `echoes` has each prompt's tokens, if the answer begins with them."""
 
@@ -153,11 +167,10 @@ class _Form(OpenAIForm):
         return {**self._common, "choices": choices, "usage": openai_usage(run)}
 
     async def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
-        offsets = dict.fromkeys(range(len(run.choices)), 0)
+        offsets = {choice.index: _Offsets(self._tokenizer) for choice in run.choices}
         for choice in run.choices if self.echoes else []:
-            echo = self._echo(choice.index // run.asked.n)
-            made = self._choice(choice.index, echo, _Tokens(), "", None)
-            offsets[choice.index] = len(made["text"])
+            made = self._choice(choice.index, self._echo(choice.index // run.asked.n), _Tokens(), "", None)
+            offsets[choice.index] = _Offsets(self._tokenizer, len(made["text"]))
             yield self._event(made)
         async for each in events:
             if isinstance(each, Ended):
@@ -166,7 +179,6 @@ class _Form(OpenAIForm):
                 continue
             said = self._said(each.logprobs)
             yield self._event(self._choice(each.index, _Tokens(), said, each.text, None, offsets[each.index]))
-            offsets[each.index] += len(each.text)
         for last in self._ends(run):
             yield last
 
@@ -182,20 +194,16 @@ class _Form(OpenAIForm):
         return _Tokens([each.token_id for each in found], [finite(each.logprob) for each in found], [*top])
 
     def _choice(
-        self, index: int, echo: _Tokens, said: _Tokens, text: str, reason: str | None, offset: int = 0
+        self, index: int, echo: _Tokens, said: _Tokens, text: str, reason: str | None, before: _Offsets | None = None
     ) -> dict[str, Any]:
-        """Return one choice: the echoed tokens, then the text that was generated."""
-        logprobs = None
+        """Return one choice: the echoed tokens, then the text that was generated, behind what `before` has seen."""
+        logprobs, written = None, self._tokenizer.decode(echo.ids) if echo.ids else ""
         if self._n_top is not None:
-            names, offsets = [self._name(i) for i in (*echo.ids, *said.ids)], []
-            for name in names:
-                offsets.append(offset)
-                offset += len(name)
+            behind = before or _Offsets(self._tokenizer, len(written))
             logprobs = {
-                "tokens": names,
+                "tokens": [self._name(i) for i in (*echo.ids, *said.ids)],
                 "token_logprobs": [*echo.logprobs, *said.logprobs],
                 "top_logprobs": [*echo.top, *said.top] if self._n_top else None,
-                "text_offset": offsets,
+                "text_offset": [*_Offsets(self._tokenizer).of(echo.ids), *behind.of(said.ids)],
             }
-        written = self._tokenizer.decode(echo.ids) if echo.ids else ""
         return {"index": index, "text": written + text, "logprobs": logprobs, "finish_reason": reason}

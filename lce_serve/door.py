@@ -59,9 +59,10 @@ def door(service: DoorService) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         method, path = scope["method"], scope["path"]
-        if (method, path) == ("GET", "/health"):
+        is_read = method in ("GET", "HEAD")
+        if is_read and path == "/health":
             return await _own(await facts.health(service, request), scope, receive, send)
-        if (method, path) == ("GET", "/metrics"):
+        if is_read and path == "/metrics":
             text = merged(await service.batch.figures())
             return await _own(Response(text, media_type="text/plain; version=0.0.4"), scope, receive, send)
         if method in ("POST", "DELETE") and path.startswith("/contexts"):

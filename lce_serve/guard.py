@@ -28,7 +28,8 @@ from lce_serve.refusals import Refusal
 from lce_serve.service import Record, Service, Settings
 from lce_serve.sse import Gone
 
-_OPEN = {("GET", "/"), ("GET", "/inspect"), ("GET", "/health")}  # need no key: they have no data
+_OPEN = ("/", "/inspect", "/health")  # need no key where they are read: they have no data
+_FORM = "application/x-www-form-urlencoded"  # what `curl -d` calls JSON if nobody says otherwise
 _ALLOWED = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
     "Access-Control-Allow-Headers": (
@@ -50,6 +51,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        scope["path"] = scope["path"].rstrip("/") or "/"
         service, record = self._service, Record(scope.get("lce.id") or f"req_{secrets.token_hex(8)}")
         allowed = self._allowed(scope)
 
@@ -135,7 +137,8 @@ def log(line: dict[str, Any]) -> None:
 
 def _is_open(scope: Scope, settings: Settings) -> bool:
     """Return whether a request needs no key."""
-    return (scope["method"], scope["path"]) in _OPEN or (settings.open_metrics and scope["path"] == "/metrics")
+    is_open = scope["method"] in ("GET", "HEAD") and scope["path"] in _OPEN
+    return is_open or (settings.open_metrics and scope["path"] == "/metrics")
 
 
 def _has_key(headers: Headers, key: str) -> bool:
@@ -151,9 +154,12 @@ async def body_of(request: Request, settings: Settings) -> Any:
 
 
 async def bytes_of(request: Request, settings: Settings) -> bytes:
-    """Return the bytes of a request's body. Refuses a body that is not declared as JSON, is too large or too slow."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    """Return the bytes of a request's body. Refuses a body of another type than JSON, a too large and a too slow one.
+
+    A web page may send a body without a type, or as a form, without asking first; its Origin is checked all the same.
+    """
+    kind = request.headers.get("content-type", _FORM).partition(";")[0].strip().lower()
+    if kind not in ("application/json", _FORM):
         raise Refusal(415, "expected Content-Type: application/json")
     length = request.headers.get("content-length", "0")
     too_large = Refusal(413, f"the body has more than {settings.most_body} bytes")

@@ -20,7 +20,7 @@ _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _NAMES = ("refusal", "title", "filename", "file_name", "tool_name", "name", "text", "content")  # what a note may say
 _FILES = ("file", "input_file", "document", "search_result")
 _ARGUMENTS = ("arguments", "input", "action", "operation", "code")  # the fields that hold what a call is given
-_CHANGING = ("x-anthropic-billing-header:",)  # begin a first system line that differs in each request and says nothing
+CHANGING = ("x-anthropic-billing-header:",)  # begin a first system line that differs in each request and says nothing
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the fields in which clients send a thought back
 
 
@@ -80,7 +80,7 @@ class History:
             line = f"{self._unread} has nothing that this model can read, which reads text only; add a text to it"
             raise Refusal(400, line, self._unread)
         first, *others = self._messages
-        if first["role"] == "system" and first["content"].lower().startswith(_CHANGING):
+        if first["role"] == "system" and first["content"].lower().startswith(CHANGING):
             left = first["content"].partition("\n")[2]
             return [*([{**first, "content": left}] if left or not others else []), *others]
         return self._messages

@@ -60,9 +60,9 @@ def serve(
         from lce_serve.service import Load, Service, Settings, served_name
     if api_key is not None and not api_key.strip():
         raise UsageError("the API key is empty; give --api-key KEY, or unset LCE_API_KEY")
-    if not running.is_loopback(host) and api_key is None:
+    if not running.is_loopback(host.strip("[]")) and api_key is None:
         raise UsageError(f"--host {host} is open to other machines; give --api-key KEY, or set LCE_API_KEY")
-    served = name or served_name(model)
+    served, host = name or served_name(model), host.strip("[]")
     own = ("localhost", "127.0.0.1", "[::1]", host.lower())
     settings = Settings(served, api_key, cors, own, open_metrics, ping_s=ping, drain_s=drain)
     batch: dict[str, Any] = {"max_lanes": lanes, "max_waiting": queue}

@@ -1,5 +1,6 @@
 """Which replica answers: sessions, known beginnings, and replicas with too many requests. No Ray, no model."""
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -74,6 +75,14 @@ def test_the_same_text_behind_another_beginning_is_another_text(more: dict[str, 
     known = Known()
     known.note(affinity_of(None, chat("x" * 2000)), "a")
     assert known.longest(affinity_of(None, chat("x" * 2000, **more)), REPLICAS) is None
+
+
+def test_a_first_line_that_only_changes_is_no_other_beginning() -> None:
+    line = "x-anthropic-billing-header: cch={};"
+    for system in (line + "\n" + "x" * 900, [{"type": "text", "text": line}, {"type": "text", "text": "y" * 900}]):
+        a, b = (json.loads(json.dumps({"system": system, **chat("hi")}).replace("{}", cch)) for cch in ("abc", "9fe"))
+        assert affinity_of(None, a) == affinity_of(None, b)
+        assert len(affinity_of(None, a).digests) > 3
 
 
 def test_token_ids_and_all_endpoints_have_texts() -> None:

@@ -162,8 +162,13 @@ def test_the_door_checks_before_it_asks(two: Two) -> None:
 
     assert (client.get("/health").json(), status()) == ({"status": "loading"}, 503)
     service.serve(two)
-    assert (client.get("/health").json(), status(headers={})) == ({"status": "ok"}, 401)
-    assert (status(json={"prompt": "x" * 2000}), status(content=b"x")) == (413, 415)
+    assert (client.get("/health/").json(), client.head("/health").status_code, status(headers={})) == (
+        {"status": "ok"},
+        200,
+        401,
+    )
+    other = {**key, "Content-Type": "text/plain"}
+    assert (status(json={"prompt": "x" * 2000}), status(content=b"x", headers=other)) == (413, 415)
     assert (status("/contexts", json={"name": "x", "prompt": "y"}), status("/contexts/x", verb="DELETE")) == (501, 501)
     service.draining = True
     assert (status(), two.asked) == (503, [])

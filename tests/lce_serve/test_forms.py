@@ -144,3 +144,27 @@ def test_the_document_lists_every_path(client: TestClient) -> None:
     described = {(verb.upper(), path) for path, verbs in paths.items() for verb in verbs}
     assert described == {(verb, path.replace(":path", "")) for verb, path in _VERBS}
     assert client.get("/props").json()["model_alias"] == "tiny"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_of_tokens_hold_at_cut_characters(client: TestClient, stream: bool, echo: bool) -> None:
+    wanted = client.post("/tokenize", json={"content": "aé€b😀", "add_special": False}).json()["tokens"]
+    assert len(wanted) > 5, "the characters are cut into tokens"
+    say = iter(wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lce.engine.answer.likeliest_of", lambda logits: next(say))
+        body = {"prompt": "é the", "max_tokens": len(wanted), "logprobs": 0, "echo": echo, "stream": stream}
+        answer = client.post("/v1/completions", json=body)
+    if stream:
+        choices = [json.loads(data)["choices"][0] for data in events(answer.text)[:-1]]
+    else:
+        choices = answer.json()["choices"]
+    text = "".join(each["text"] for each in choices)
+    assert text == ("é the" if echo else "") + "aé€b😀"
+    names = [name for each in choices for name in each["logprobs"]["tokens"]]
+    offsets = [at for each in choices for at in each["logprobs"]["text_offset"]]
+    assert offsets == sorted(offsets)
+    whole = [(name, at) for name, at in zip(names, offsets, strict=True) if "\ufffd" not in name and "<" not in name]
+    assert [text[at : at + len(name)] for name, at in whole] == [name for name, _ in whole]
+    assert offsets[-1] == len(text) - 1

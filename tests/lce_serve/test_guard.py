@@ -69,6 +69,40 @@ def test_paths_and_verbs_that_are_not_there(client: TestClient) -> None:
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/health", "/props", "/", "/metrics"])
+def test_trailing_slashes_and_head_are_as_people_expect_them(service: Service, path: str) -> None:
+    client = client_of(service)
+    found, expected = client.get(f"{path}/"), client.get(path)
+    assert (found.status_code, found.headers["content-type"]) == (200, expected.headers["content-type"])
+    found = client.head(path)
+    assert (found.status_code, found.headers["content-type"]) == (200, expected.headers["content-type"])
+    assert client.post(f"{PATH}/", json=CHAT).status_code == 200
+    assert (client.head(PATH).status_code, client.head("/nothing/").status_code) == (405, 404)
+
+
+def test_open_paths_need_no_key_with_head_or_a_slash(service: Service) -> None:
+    client = client_of(service, key="k")
+    assert [client.request(verb, path).status_code for verb in ("GET", "HEAD") for path in ("/health/", "/")] == [
+        200
+    ] * 4
+    assert [client.request(verb, "/v1/models/").status_code for verb in ("GET", "HEAD")] == [401, 401]
+    assert client.post("/health/").status_code == 401
+
+
+def test_json_that_is_called_a_form_is_read_and_its_origin_checked(client: TestClient) -> None:
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    body = json.dumps(CHAT).encode()
+    assert client.post(PATH, content=body, headers=kind).status_code == 200
+    assert client.post(PATH, content=body).status_code == 200
+    for origin in ("http://other.example", "null"):
+        assert client.post(PATH, content=body, headers={**kind, "Origin": origin}).status_code == 403
+        assert client.post(PATH, content=body, headers={"Origin": origin}).status_code == 403
+    assert client.post(PATH, content=b"model=tiny&prompt=x", headers=kind).status_code == 400
+    assert (
+        client.post(PATH, content=body, headers={"Content-Type": "multipart/form-data; boundary=x"}).status_code == 415
+    )
+
+
 def test_a_server_that_loads_or_drains_says_so(service: Service) -> None:
     loading = TestClient(application(Service(Settings("tiny"))), base_url=URL)
     assert loading.get("/health").status_code == 503

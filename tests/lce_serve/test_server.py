@@ -111,6 +111,10 @@ def test_what_ends_the_command_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_
     assert_error(run("serve", "-m", "demo", "--host", "0.0.0.0"), 2, "--api-key")
     found = run("serve", "-m", tmp_path / "nothing", "--port", "0")
     assert (found.exit_code, found.stdout) == (3, ""), found.stderr
+    assert_error(run("serve", "-m", "demo", "--port", "70000"), 2, "70000")
+    found = run("serve", "-m", tmp_path / "nothing", "--host", "[::1]", "--port", "0")  # IPv6 may be switched off
+    assert "--api-key" not in found.stderr
+    assert "[::1]:" in found.stderr or "of ::1 cannot" in found.stderr
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert_error(run("serve", "-m", "demo"), 2, "pip install 'lce[serve]'")
 
