@@ -146,6 +146,11 @@ class LayerCache:
         return self.stack
 
     @property
+    def turned(self) -> bool:
+        """Whether keys are cached unrotated, and turned to the method's `key_positions` when they are attended."""
+        return self.layout.access.turned and self.index not in self.layout.sliding_layers
+
+    @property
     def whole(self) -> tuple[Tensor, Tensor]:
         """The keys and values `[G, capacity, D]` of a buffer that holds all tokens: row i is token i."""
         assert self.stack is None, "some tokens are in the tiers"
@@ -164,7 +169,7 @@ class LayerCache:
         A view if the tokens are in the buffer, else a copy; if the device stores 8 bits, a copy in the model's dtype.
         """
         k, v = self.stored(start, stop)
-        return self._widened(k), self._widened(v)
+        return self.readable(k), self.readable(v)
 
     def stored(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return what `span` returns, in the dtype that the device stores. `Attention.dense` takes this dtype, too."""
@@ -190,7 +195,8 @@ class LayerCache:
             yield start, border
             start = border
 
-    def _widened(self, rows: Tensor) -> Tensor:
+    def readable(self, rows: Tensor) -> Tensor:
+        """Return stored rows as vectors in the model's dtype."""
         return widened(rows, self.layout.head_dim, self.layout.dtype) if rows.dtype is ROW else rows
 
     @timed("cache")
@@ -213,7 +219,7 @@ class LayerCache:
         if self.buffer.first:
             tokens, index = index.unique(return_inverse=True)
             v = self.tokens(tokens)[1]
-        return self._widened(v.gather(1, index[..., None].expand(-1, -1, v.shape[-1])))
+        return self.readable(v.gather(1, index[..., None].expand(-1, -1, v.shape[-1])))
 
     def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
         """Yield, in rounds, the complete chunks that query heads chose, `chunk_ids [H, T, K]`, as tiles for attention.

@@ -36,13 +36,15 @@ class AccessPattern:
     """How a method accesses the cache, in chunks of `chunk_size` tokens.
 
     Every query attends the first `sinks` tokens and the `local` tokens before its block, which stay on the device. With
-    `per_head`, heads choose chunks independently, so the chunks of each KV head move on their own.
+    `per_head`, heads choose chunks independently, so the chunks of each KV head move on their own. With `turned`, keys
+    are cached unrotated, and turned to their positions when they are attended.
     """
 
     chunk_size: int = 256
     sinks: int = 0
     local: int = 0
     per_head: bool = False
+    turned: bool = False
 
 
 @dataclass(frozen=True)

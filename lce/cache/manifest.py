@@ -156,7 +156,8 @@ def header_bytes(entries: Mapping[str, Any], manifest: str, size: int = 0) -> by
 def page_facts(layout: CacheLayout) -> dict[str, Any]:
     """Return the manifest's entry `pages`: the shape and the format of a page."""
     facts = {name: getattr(layout, name) for name in ("n_layers", "n_groups", "chunk_size", "head_dim", "kv_dtype")}
-    return facts | {"heads": layout.page_heads, "dtype": NAMES[layout.dtype]}
+    keys = {"keys": "unrotated"} if layout.access.turned else {}  # else at the method's positions
+    return facts | {"heads": layout.page_heads, "dtype": NAMES[layout.dtype]} | keys
 
 
 def signed(manifest: Mapping[str, Any], small: Mapping[str, Tensor]) -> str:
@@ -190,7 +191,10 @@ def read_small(
     `check` gets the entries of all these tensors, removes entries that are not the cache's, and raises `DataError` if
     such an entry is wrong. Raises `DataError` if the file is no context of this layout, or was altered.
     """
-    if header.manifest.pages != page_facts(layout):
+    pages, facts = header.manifest.pages, page_facts(layout)
+    if pages.get("keys") != facts.get("keys"):
+        raise DataError(f"{named(header.path)} has keys at other positions than this lce caches them; {REMEDY}")
+    if pages != facts:
         raise contradiction(header.path)
     tensors = tensors_of(header, header.start if start is None else start, rows)
     state = dict(tensors)

@@ -79,7 +79,7 @@ def attend_all(method: Declaring, q: Tensor, cache: LayerCache, step: Step) -> T
     """Return the output of causal attention to all tokens at true distances, from turned copies of the keys."""
     n = q.shape[1]
     placed = PlacedPart(Part((0, n), 0, exact=True), step.true_turn(q), [DenseCall(0, n, 0, step.stop, causal=True)])
-    return attend_spans(q, placed, TurnedKeys(method.key_positions, None, cache, step), step)[0]  # type: ignore[arg-type]
+    return attend_spans(q, placed, TurnedKeys(method, None, cache, step), step)[0]  # type: ignore[arg-type]
 
 
 def scaled(method: Declaring, q: Tensor, step: Step) -> Tensor:

@@ -45,7 +45,7 @@ from lce.methods.knobs import fill_in
 from lce.methods.knobs import knob as knob
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
 from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
-from lce.methods.turned_keys import keep_recent, recent_keys, unrotated
+from lce.methods.turned_keys import keep_recent, recent_keys, seen_keys, unrotated
 
 T = TypeVar("T")
 M = TypeVar("M", bound="Method")
@@ -188,7 +188,10 @@ class Method:
         return kept[RECENT].shape[::2] == (layout.n_kv_heads, layout.head_dim)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
-        """Return the positions at which the keys of tokens `indices [T]` are cached; None: keys are unrotated."""
+        """Return the positions at which the keys of tokens `indices [T]` are cached; None: keys are unrotated.
+
+        If `access` says `turned`, keys are cached unrotated, and turned to these positions when they are attended.
+        """
         return indices
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:
@@ -209,7 +212,7 @@ class Method:
 
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         """Rotate the block's keys `[G, T, D]` to their `key_positions`, and write keys and values to the cache."""
-        turn = step.key_turn(self.key_positions, k)
+        turn = None if cache.turned else step.key_turn(self.key_positions, k)
         cache.write(k, v, turn, step.at)
         if RECENT in cache.state:
             if turn is None and cache.layout.format.stored_dtype is not k.dtype:
@@ -242,7 +245,7 @@ class Method:
         """
         if placed.part.keys == CHOSEN:
             raise NotImplementedError(f"{self.label} has a part of chosen keys; define attend_part")
-        return attend_spans(q, placed, cache, step)
+        return attend_spans(q, placed, seen_keys(self, placed.part, cache, step), step)
 
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep

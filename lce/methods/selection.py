@@ -46,6 +46,7 @@ class Selector(Knobs, ABC):
     usual_share: ClassVar[Share] = "head"
     uses_queries: ClassVar[bool] = False  # whether summaries are made of queries, which are kept until then
     by_number: ClassVar[bool] = False  # whether a head's scores depend on the head's number among all heads
+    without_positions: ClassVar[bool] = False  # whether unrotated keys are scored, which the cache then has
     takes_best: ClassVar[bool] = True  # whether chunks are taken by `Selection.forced` and by score alone
 
     def for_model(self, label: str, model: ModelFacts) -> Self:
@@ -208,7 +209,9 @@ class Selection:
     @property
     def access(self) -> AccessPattern:
         sinks, local = self.n_first * self.size, (self.n_local + 1) * self.size
-        return AccessPattern(self.size, sinks=sinks, local=local, per_head=self.share != "layer")
+        placed = self.placement.key_positions(torch.zeros(0, dtype=torch.int64), self.size) is not None
+        turned = placed and self.selector.without_positions
+        return AccessPattern(self.size, sinks=sinks, local=local, per_head=self.share != "layer", turned=turned)
 
     def n_chosen(self, i: Tensor) -> Tensor | None:
         """Return how many complete chunks queries `i [T]` choose at most, `[T]`; None: `n_choices` for all."""

@@ -24,7 +24,7 @@ from lce.methods.placement import OneDistance, TruePositions
 from lce.methods.selection import Placement, Selection, Selector, SideBySide, Sizes
 from lce.methods.selectors import OPEN_QUERIES, SUMMARIES, Summary, SummarySelector
 from lce.methods.step import DeviceStep, Step
-from lce.methods.turned_keys import recent_keys, unrotated
+from lce.methods.turned_keys import recent_keys, seen_keys, unrotated
 
 KINDS: Mapping[str, Placement] = {"side_by_side": SideBySide(), "true": TruePositions()}  # and one distance
 TURNED_ROWS = 64  # the fewest queries of a pass for which turning a copy of all keys costs little beside attending them
@@ -76,7 +76,7 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         kept: dict[str, MethodState] = {SUMMARIES: Summaries(n_bytes, c.size)} if n_bytes else {}
         if c.selector.uses_queries:
             kept[OPEN_QUERIES] = OpenChunk(c.size, query_bytes(layout))
-        n_recent = c.reach if unrotated(self) or c.placement.exact else 0
+        n_recent = c.reach if (unrotated(self) or c.placement.exact) and not c.access.turned else 0
         return {**kept, **recent_keys(self, n_recent, layout), **c.selector.state(layout, c)}
 
     def could_keep(self, layer: int, kept: Mapping[str, FileTensor], layout: CacheLayout, n_tokens: int) -> bool:
@@ -132,8 +132,8 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
     def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         if placed.part.keys != CHOSEN:
             return super().attend_part(q, placed, cache, step)
-        chosen = self._noted(q, cache, step)
-        return None if chosen is None else choosing.attend(self.selection, chosen, q, placed, cache, step)
+        chosen, seen = self._noted(q, cache, step), seen_keys(self, placed.part, cache, step)
+        return None if chosen is None else choosing.attend(self.selection, chosen, q, placed, seen, step)
 
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep

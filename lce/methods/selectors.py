@@ -251,8 +251,10 @@ class ContextSelector(Selector):
 class BestKey(ContextSelector, name="best_key"):
     """ReAttention's score of a chunk: the largest `q · k` of its keys, query and keys without positions.
 
-    Keys are rotated back from where they are cached, so the score is the same in every placement. Products are float32.
+    Keys are cached unrotated, so equal tokens tie, and the score is the same in every placement. Products are float32.
     """
+
+    without_positions: ClassVar[bool] = True
 
     def scores(
         self, method: Method, q: Tensor, n_chunks: int, selection: Selection, cache: LayerCache, step: Step

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from lce.attention import Turn, rotate
+from lce.attention import Tiles, Turn, rotate
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout, segment_of
 from lce.cache.limits import Limits
 from lce.cache.method_state import NOTHING, FileTensor, GrowingRows, Held, MethodState, RecentRows
-from lce.methods.parts import RECENT, Declaring
+from lce.methods.parts import RECENT, Declaring, Part
 from lce.methods.step import Step
 
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
@@ -58,18 +59,26 @@ PIECE = 1024  # the number of keys scored at a time, so that scores stay in the 
 Positions = Callable[[Tensor], Tensor | None]  # takes indices `[T]`; returns positions `[T]`, or None: not rotated
 
 
+def seen_keys(method: Declaring, part: Part, cache: LayerCache, step: Step) -> LayerCache:
+    """Return the layer's cache with keys at the positions where queries see those of a part."""
+    if not cache.turned:
+        return cache
+    return TurnedKeys(method, None if part.exact else method.key_positions, cache, step)  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class TurnedKeys:
-    """A layer's cache as `attend_spans` reads it, with keys turned from the positions `held` to `seen`.
+    """A layer's cache as `attend_spans` reads it, with keys turned from where they are cached to `seen`.
 
     `seen` None: to their indices in the text. The turned copies are dropped after use.
     """
 
-    held: Positions
+    method: Declaring  # which cached the keys
     seen: Positions | None
     cache: LayerCache
     step: Step
     state: ClassVar[Mapping[str, MethodState]] = {}  # recent and grouped keys are turned like all others
+    turned: ClassVar[bool] = False
 
     @property
     def layout(self) -> CacheLayout:
@@ -86,13 +95,30 @@ class TurnedKeys:
 
     stored = span
 
+    def tiles(self, chunk_ids: Tensor) -> Iterator[Tiles]:
+        """Yield what `LayerCache.tiles` yields, as turned copies: of the chosen tiles, or of all if these are fewer."""
+        size, n = self.layout.chunk_size, self.step.stop // self.layout.chunk_size
+        for some in self.cache.tiles(chunk_ids):
+            index = some.index[:, :n]  # -1, for a chunk of another round, is the last of one tile more
+            number = some.chosen(chunk_ids) if chunk_ids.numel() < index.numel() else index.flatten()
+            number = number.unique() if number.is_cpu else number  # on a GPU, a wait
+            chunk, place = index.new_full((2, len(some.k) + 1), -1)
+            chunk[index] = torch.arange(n, device=index.device)
+            place[number] = torch.arange(len(number), device=index.device)
+            place[-1] = -1
+            k, v = (self.cache.readable(x[number]) for x in (some.k, some.v))
+            turn = self.step.once("turn of all chunks", partial(self._turn, 0, n * size, k))
+            rows = torch.arange(size, device=k.device) + chunk[number].clamp(min=0)[:, None] * size
+            yield Tiles(k if turn is None else rotate(k, turn.at(rows)), v, place[index])
+
     def _turn(self, start: int, stop: int, like: Tensor) -> Turn | None:
-        """Return the rotation of tokens `start..stop-1` from `held` to `seen`; None: no rotation.
+        """Return the rotation of tokens `start..stop-1` to `seen`; None: no rotation.
 
         Rotated keys carry YaRN's factor, and unrotated keys do not.
         """
         i = torch.arange(start, stop, device=like.device)
-        held, seen = self.held(i), i if self.seen is None else self.seen(i)
+        held = None if self.cache.turned else self.method.key_positions(i)
+        seen = i if self.seen is None else self.seen(i)
         if held is seen or (held is not None and seen is not None and torch.equal(held, seen)):
             return None
         zero, rope = torch.zeros_like(i), self.step.rope
@@ -111,7 +137,7 @@ def pieces(cache: LayerCache, start: int, stop: int, size: int) -> Iterator[tupl
 def unrotated_keys(method: Declaring, cache: LayerCache, step: Step, start: int, stop: int) -> Tensor:
     """Return the keys of tokens `start..stop-1` in float32, rotated back from their cached positions."""
     k, rope = cache.span(start, stop)[0].float(), step.rope
-    placed = method.key_positions(torch.arange(start, stop, device=k.device))
+    placed = None if cache.turned else method.key_positions(torch.arange(start, stop, device=k.device))
     if placed is None:
         return k
     cos, sin = rope.turn(-placed, torch.float64)  # this rotation and the cached keys both include YaRN's factor

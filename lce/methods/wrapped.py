@@ -216,6 +216,6 @@ class Handover(Wrapped, promises={"by_head": ATTENTION}):
         q, found = scaled(self.prefill, q, own), []
         for placed in placed_parts(self.prefill, q, cache, own):
             at = None if placed.part.exact else self.prefill.key_positions
-            turned = TurnedKeys(self.inner.key_positions, at, cache, own)
+            turned = TurnedKeys(self.inner, at, cache, own)
             found.append(attend_spans(q, placed, turned, own))  # type: ignore[arg-type]
         return merge(found)

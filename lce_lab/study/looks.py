@@ -239,7 +239,7 @@ def _logits(layer: SeenLayer, seen: SeenQuery, tokens: Tensor, distance: Tensor)
     rope, q = layer.step.rope, seen.q.float()
     keys = layer.cache.span(0, seen.query + 1)[0]  # [G, N, D]
     index = torch.arange(seen.query + 1)
-    placed = layer.method.key_positions(index.to(q.device))
+    placed = None if layer.cache.turned else layer.method.key_positions(index.to(q.device))
     positions = distance if placed is None else placed.cpu()[tokens] + distance
     different, which = positions.unique(return_inverse=True)
     turn = rope.turn(different.to(q.device), torch.float64)

@@ -174,6 +174,15 @@ def test_what_a_method_keeps_is_accepted() -> None:
     check({name: x for name, x in KEPT.items() if "/open/" not in name})
 
 
+def test_keys_at_other_positions_are_refused() -> None:
+    """A file of before, when the same method cached keys at their positions, and one that such an lce would misread."""
+    turned = replace(LAYOUT, access=replace(LAYOUT.access, turned=True))
+    for written, reader in ((LAYOUT, turned), (turned, LAYOUT)):
+        manifest = Manifest.of({**GOOD, "pages": module.page_facts(written)}, PATH)
+        with pytest.raises(DataError, match="has keys at other positions than this lce caches them; prefill the text"):
+            module.read_small(Header(0, PATH, {}, manifest, 16, 16), reader, lambda *_: None)
+
+
 WRONG: dict[str, tuple[str, Tensor]] = {
     "a layer that is not there": (f"2/rows/{N}", torch.rand(N, 4)),
     "no name of a state": ("0/other/3", torch.rand(3)),

@@ -1,12 +1,16 @@
 """Texts of repeated spans: chunks of equal keys have equal scores, and of equal scores the later one is taken first."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+import lce
 from lce.attention import best_chunks, best_first, best_tokens
 from lce.methods import make
 from tests import oracle
+from tests.checkpoints import tokens
 from tests.methods.test_matrix import CASES, WINDOW
 from tests.running import as_knobs, by_block, cut, run, vectors
 
@@ -49,6 +53,26 @@ def test_of_equal_chunks_the_later_is_attended_in_any_blocks(case: str) -> None:
             truth = oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
         out = run(make(name, knobs), q, k, v, blocks, window=WINDOW)
         assert (out - truth).abs().max() <= 1e-4, f"blocks: {blocks[0]}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("reattention", "pages select=best_key placement=true"),
+        pytest.param("pages select=best_key placement=grouped", marks=pytest.mark.slow),
+        pytest.param("pages select=best_key placement=dual share=group", marks=pytest.mark.slow),
+        pytest.param("pages select=best_key budget.top_p=0.5", marks=pytest.mark.slow),
+    ],
+)
+def test_equal_tokens_tie_wherever_they_are(tiny_model: Path, case: str) -> None:
+    """Keys are scored without positions, so equal tokens have equal scores at any offset in a span."""
+    name, _, text = case.partition(" ")
+    ids = [2 + x % 9 for x in tokens(144, seed=1)]  # no block is of 8 or less, which other kernels multiply, or all are
+    whole, *others = (
+        lce.load(tiny_model, make(name, as_knobs(text)), block=block).logits(ids) for block in (144, 1, 16, 64)
+    )
+    for other in others:
+        assert (other - whole).abs().max() <= 1e-4
 
 
 def test_every_method_that_chooses_is_here() -> None:
