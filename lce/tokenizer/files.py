@@ -24,6 +24,7 @@ from lce.files import MAX_FILE_BYTES, Reader, named, object_of, parse_json
 from lce.tokenizer.gguf import ENDS
 from lce.tokenizer.spelling import MOST_STEPS, Spelling, check_steps
 
+LONG_TEXT = 1 << 14  # characters from which on a text is encoded without Python's lock, so that other threads go on
 # The protobuf field normalizer_spec.add_dummy_prefix = 0. Appended to a model's bytes, it overrides the model's field.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
 # Matches the JSON type of a step that can make a text longer, and any value with an escape, which may be such a type.
@@ -133,7 +134,11 @@ class JsonVocabulary:
     def encode(self, text: str) -> list[int]:
         remedy = "its vocabulary lacks an unknown token or bytes; change the text, or use another tokenizer"
         with _one_line(DataError, f"{named(self.path)} cannot encode this text", remedy):
-            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+            if len(text) < LONG_TEXT:
+                found = self._library.encode(text, add_special_tokens=False)
+            else:  # the library holds Python's lock in `encode`, but not here
+                (found,) = self._library.encode_batch_fast([text], add_special_tokens=False)
+            ids: list[int] = found.ids
         return ids
 
 

@@ -1,5 +1,7 @@
 """Text to ids and back, in one piece and as a stream, for every kind of vocabulary."""
 
+import threading
+import time
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from lce.errors import DataError, ModelError, UsageError
+from lce.tokenizer import files
 from lce.tokenizer.tokenizer import Tokenizer, checked_ids
 from lce.weights.source import Source
 from tests.command import output
-from tests.vocabularies import KINDS, TEXTS, byte_ids, byte_level_library, refused, write_json
+from tests.vocabularies import KINDS, PROSE, TEXTS, byte_ids, byte_level_library, refused, write_json
 
 Made = dict[str, Tokenizer]
 
@@ -216,3 +219,33 @@ def test_a_decoder_that_cannot_be_streamed(decoder: decoders.Decoder, folders: d
     library.save(str(tmp_path / "tokenizer.json"))
     with refused(ModelError, "token by token"):
         Source(tmp_path).tokenizer()
+
+
+def test_a_long_text_has_the_ids_that_short_ones_have(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "The quick brown fox, 123 jumps!\n<|end|></s> é€😀  <s>x " * 400
+    assert len(text) > files.LONG_TEXT
+    ids = tokenizer.encode(text)
+    monkeypatch.setattr(files, "LONG_TEXT", 1 << 30)
+    assert tokenizer.encode(text) == ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoding_a_long_text_holds_up_no_other_thread(made: dict[str, Tokenizer], kind: str) -> None:
+    text, ended, gaps = " ".join(PROSE * (400_000 // len("".join(PROSE)))), threading.Event(), list[float]()
+
+    def tick() -> None:
+        before = time.perf_counter()
+        while not ended.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - before)
+            before = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.perf_counter()
+    made[kind].encode(text)
+    took = time.perf_counter() - began
+    ended.set()
+    thread.join()
+    assert max(gaps) < max(0.1, took / 2)
