@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from starlette.requests import Request
@@ -17,6 +18,8 @@ from lce_serve.generation import engine_for, room
 from lce_serve.refusals import Refusal, wrong
 from lce_serve.service import Service
 from lce_serve.sse import unless_gone
+
+LISTED = 1 << 16  # token ids that are written at once: longer lists would hold up other threads
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -82,8 +85,14 @@ async def tokenize(service: Service, request: Request, fields: Fields) -> Respon
     if text is None:
         raise wrong("content", None, "a string")
     bos = None if fields.flag("add_special", True) else False
-    ids = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.encode(text, bos=bos)))
-    return Json({"tokens": ids, "count": len(ids)})
+
+    def written() -> str:
+        ids = tokenizer.encode(text, bos=bos)
+        parts = (json.dumps(ids[i : i + LISTED])[1:-1] for i in range(0, len(ids), LISTED))
+        return f'{{"tokens":[{", ".join(parts)}],"count":{len(ids)}}}'
+
+    found = await unless_gone(request, asyncio.to_thread(written))
+    return Response(found, media_type="application/json")
 
 
 async def detokenize(service: Service, request: Request, fields: Fields) -> Response:

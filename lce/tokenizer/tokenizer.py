@@ -138,7 +138,7 @@ class Tokenizer:
             remedy = "expected Unicode text, as decoding with errors='replace' gives"
             raise DataError(f"the text has {fault}; {remedy}") from error
         ids = self._vocabulary.encode(text)
-        if (wrong := max(ids, default=0)) >= self._id_limit:
+        if self._vocabulary.size > self._id_limit and (wrong := max(ids, default=0)) >= self._id_limit:
             added = f"the text has {shown(self._vocabulary.token(wrong))}, a token that {named(self._path)} adds"
             raise DataError(f"{added} as id {wrong}, but the model has ids 0 to {self._id_limit - 1}; leave it out")
         return ids
