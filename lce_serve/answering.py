@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import lce
+from lce_serve.choices import Delta, Ended
 from lce_serve.fields import Fields
-from lce_serve.generation import Asked, Delta, Ended, Run, begin
+from lce_serve.generation import Asked, Run, begin
 from lce_serve.guided import refuse_undone
 from lce_serve.refusals import Refusal, refusal_of
 from lce_serve.service import Record, Service
@@ -176,6 +177,7 @@ def openai_usage(run: Run) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": run.thought_tokens()},
     }
 
 

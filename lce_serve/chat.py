@@ -17,9 +17,10 @@ from lce_serve.answering import (
     openai_options,
     openai_usage,
 )
+from lce_serve.choices import Delta, Ended
 from lce_serve.conversation import openai_tools, rendering
 from lce_serve.fields import Fields
-from lce_serve.generation import Asked, Delta, Ended, Run
+from lce_serve.generation import Asked, Run
 from lce_serve.guided import grammar_for
 from lce_serve.history import openai_messages
 from lce_serve.service import Service
@@ -52,6 +53,8 @@ class _Form(OpenAIForm):
         choices = []
         for choice in run.choices:
             message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.thought:
+                message["reasoning_content"] = choice.thought
             if choice.calls:
                 message |= {"content": choice.text or None, "tool_calls": [_call(call) for call in choice.calls]}
             logprobs = (
@@ -71,8 +74,11 @@ class _Form(OpenAIForm):
             if isinstance(each, Ended):
                 yield self._chunk(each.index, {}, finish_reason=each.reason, **run.choices[each.index].seed)
                 continue
-            if each.text or each.logprobs:
-                yield self._chunk(each.index, {"content": each.text}, each.logprobs)
+            delta = {"reasoning_content": each.thought} if each.thought else {}
+            if each.text or (each.logprobs and not delta):
+                delta["content"] = each.text
+            if delta:
+                yield self._chunk(each.index, delta, each.logprobs)
             for call in each.calls:
                 written = {"index": n_calls[each.index], **_call(call)}
                 n_calls[each.index] += 1

@@ -21,8 +21,9 @@ from lce_serve.answering import (
     openai_options,
     openai_usage,
 )
+from lce_serve.choices import Delta, Ended
 from lce_serve.fields import Fields
-from lce_serve.generation import REMEDY, Asked, Delta, Ended, Run, engine_for
+from lce_serve.generation import REMEDY, Asked, Run, engine_for
 from lce_serve.guided import grammar_for
 from lce_serve.refusals import TOO_LONG, Refusal, wrong
 from lce_serve.service import Service

@@ -10,6 +10,8 @@ from lce_serve.history import openai_messages
 from lce_serve.refusals import Refusal
 from lce_serve.tools import MOST_TOOLS, Tool, Tools, checked, in_plain_text, knows_tools, tool_of
 
+_SWITCHES = ("enable_thinking", "thinking")  # the names by which templates ask whether the model is to think
+
 
 def prompt_or_messages(fields: Fields) -> tuple[str | None, list[dict[str, Any]]]:
     """Return the text `prompt` or None, and the messages. Refuses a request that has both or neither of the two."""
@@ -60,6 +62,21 @@ def rendered(
     return tokenizer.render_chat(messages, answer, variables=given, **how)
 
 
+def variables_of(fields: Fields) -> dict[str, Any]:
+    """Return what a request gives the template to read: `chat_template_kwargs`, and whether and how much to think.
+
+    Each API has a field of its own for thoughts: `reasoning_effort`, `reasoning.effort`, `thinking.type`.
+    """
+    effort = fields.text("reasoning_effort") or fields.inner("reasoning").text("effort")
+    kind = fields.inner("thinking").text("type")
+    wanted = fields.value("enable_thinking", bool, "true or false")
+    if wanted is None and (effort or kind):
+        wanted = (kind or "") != "disabled" and effort != "none"
+    given: dict[str, Any] = {} if wanted is None else dict.fromkeys(_SWITCHES, wanted)
+    given |= {"reasoning_effort": effort} if effort and effort != "none" else {}
+    return given | (fields.object("chat_template_kwargs") or {})
+
+
 def rendering(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Tools, fields: Fields, following: bool, begun: bool = False
 ) -> Callable[[], Any]:
@@ -67,7 +84,7 @@ def rendering(
 
     A last message of the assistant is continued if it is `begun`, or the request says so.
     """
-    shown, variables = () if tools.choice == "none" else tools.tools, fields.object("chat_template_kwargs")
+    shown, variables = () if tools.choice == "none" else tools.tools, variables_of(fields)
     how = {"following": following, "answer": fields.flag("add_generation_prompt", True)}
     asked, last = fields.flag("continue_final_message"), messages[-1]
     is_answer = last["role"] == "assistant" and not last.get("tool_calls")

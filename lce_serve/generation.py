@@ -14,18 +14,16 @@ from typing import Any
 
 import lce
 from lce.errors import CapacityError, LceError
-from lce_serve.calls import CallReader
+from lce_serve.choices import Choice, Delta, Ended, Shorter
 from lce_serve.grammar import Grammar
 from lce_serve.refusals import TOO_LONG, Refusal
 from lce_serve.service import Record, Service
-from lce_serve.tools import Call, Tools
+from lce_serve.tools import Tools
 
 DEFAULT_TOKENS = 4096  # the most tokens of an answer whose request gives no limit
 LEAST_TOKENS = 16  # while memory is short, a limit is not lowered below this
 REMEDY = 'give "method": "{0.method}", which lce takes for this length'  # what a refusal says of the other method
 COMPILE_S = 10.0  # seconds that the grammar of a request may take
-
-Shorter = Callable[[], Any]
 
 
 @dataclass
@@ -46,86 +44,6 @@ class Asked:
     tools: Tools = field(default_factory=Tools)
     grammar: Grammar | None = None
     stream: bool = False
-
-
-@dataclass(frozen=True)
-class Delta:
-    """New text, calls and log-probabilities of the choice `index`."""
-
-    index: int
-    text: str
-    calls: list[Call]
-    logprobs: list[Any]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The end of the choice `index`, by `reason`: `stop`, `length` or `tool_calls`."""
-
-    index: int
-    reason: str
-
-
-class Choice:
-    """One answer that is being generated. `shorter` starts its stream again with fewer tokens, or returns None."""
-
-    def __init__(self, index: int, stream: Any, tools: Tools, shorter: Shorter) -> None:
-        self.index, self.stream = index, stream
-        self._shorter = shorter
-        self.text, self.calls = "", list[Call]()
-        self.reason = ""
-        self.copies = list[Choice]()  # choices of the same stream, because nothing is drawn
-        self._reader = CallReader(tools) if tools.callable else None
-        self._n_logprobs = 0
-
-    @property
-    def seed(self) -> dict[str, int]:
-        """The field `seed` of the answer, which says how to draw it again; empty if nothing is drawn."""
-        found = self.stream.result.seed
-        return {} if found is None else {"seed": found}
-
-    @property
-    def logprobs(self) -> list[Any] | None:
-        """The log-probabilities of all tokens, if they were asked for."""
-        found: list[Any] | None = self.stream.result.logprobs
-        return found
-
-    def take(self, text: str, *, last: bool = False) -> Delta:
-        """Add a piece of text, and return what is new."""
-        calls: list[Call] = []
-        if self._reader is not None:
-            text, calls = self._reader.push(text)
-            if last:
-                rest, more = self._reader.finish(cut=self.stream.result.finish_reason == "length")
-                text, calls = text + rest, calls + more
-        fresh = (self.logprobs or [])[self._n_logprobs :]
-        self._n_logprobs += len(fresh)
-        self.text += text
-        self.calls += calls
-        return Delta(self.index, text, calls, fresh)
-
-    async def pieces(self) -> AsyncGenerator[Any]:
-        """Yield the pieces of the stream. The limit is lowered until memory suffices."""
-        begun = False
-        while True:
-            try:
-                async for piece in self.stream:
-                    begun = True
-                    yield piece
-                return
-            except CapacityError:
-                stream = None if begun else await asyncio.to_thread(self._shorter)
-                if stream is None:
-                    raise
-                self.stream = stream
-
-    def end(self) -> Ended:
-        """Note why the choice ended."""
-        reason = self.stream.result.finish_reason
-        self.reason = "length" if reason == "length" else "tool_calls" if self.calls else "stop"
-        for copy in self.copies:
-            copy.stream, copy.text, copy.calls, copy.reason = self.stream, self.text, self.calls, self.reason
-        return Ended(self.index, self.reason)
 
 
 class Run:
@@ -173,10 +91,10 @@ class Run:
                     metrics.between_tokens.observe(now - before)
                 before = now
                 delta = choice.take(piece.text)
-                if delta.text or delta.calls or delta.logprobs:
+                if delta.says_anything:
                     queue.put_nowait(delta)
             last = choice.take("", last=True)
-            if last.text or last.calls or last.logprobs:
+            if last.says_anything:
                 queue.put_nowait(last)
             ended = choice.end()
             self._note(choice)
@@ -207,6 +125,10 @@ class Run:
         cached = min(prompt, sum(each.read_before for each in stats))
         return prompt, cached, sum(len(choice.stream.result.token_ids) for choice in self.choices)
 
+    def thought_tokens(self) -> int:
+        """Return the number of generated tokens that belong to thoughts."""
+        return sum(choice.thought_tokens for choice in self.choices)
+
     def close(self) -> None:
         """Cancel what still runs, and note the counts of tokens."""
         for choice in self.choices:
@@ -222,15 +144,17 @@ async def begin(service: Service, record: Record, asked: Asked) -> Run:
 
     Templates, tokenizers and the batch's checks run in a thread, so that they hold nobody up.
     """
-    constraints = await _constraints(service, asked, len(asked.prompts) * asked.n)
-    submission = _Submission(service, asked, constraints)
+    prompts = await asyncio.to_thread(lambda: [make() for make in asked.prompts])
+    thinking = getattr(prompts[0], "thinking", None)  # a conversation is the only prompt of its request
+    constraints = await _constraints(service, asked, len(prompts) * asked.n, thinking)
+    submission = _Submission(service, asked, prompts, constraints)
     try:
         await asyncio.to_thread(submission.run)
     except BaseException:
         submission.cancel()
         raise
     pairs = zip(submission.streams, submission.shorter, strict=True)
-    choices = [Choice(i, x, asked.tools, again) for i, (x, again) in enumerate(pairs)]
+    choices = [Choice(i, x, asked.tools, again, thinking) for i, (x, again) in enumerate(pairs)]
     for choice in choices:
         if (first := choices[submission.streams.index(choice.stream)]) is not choice:
             first.copies.append(choice)
@@ -240,21 +164,20 @@ async def begin(service: Service, record: Record, asked: Asked) -> Run:
 class _Submission:
     """Hands a request over to the batch. `cancel` may come at any time, from another thread."""
 
-    def __init__(self, service: Service, asked: Asked, constraints: list[Any]) -> None:
-        self._service, self._asked, self._constraints = service, asked, constraints
+    def __init__(self, service: Service, asked: Asked, prompts: list[Any], constraints: list[Any]) -> None:
+        self._service, self._asked, self._prompts, self._constraints = service, asked, prompts, constraints
         self._cancelled = False
         self.streams: list[Any] = []
         self.shorter: list[Shorter] = []  # see `Choice`; one for each stream
 
     def run(self) -> None:
-        """Render and encode all prompts, then start their streams: one for equal prompts if nothing is drawn."""
+        """Encode all prompts, then start their streams: one for equal prompts if nothing is drawn."""
         asked = self._asked
         engine, self._start = beginning(self._service, asked.context, asked.method, asked.method_options)
         self._setup, before = engine.setup, 0 if self._start is None else len(self._start)
         given = engine.setup.sampling_for(asked.options, several=asked.n > 1)
         begun: dict[tuple[int, ...], list[int]] = {}  # the numbers of the streams of each prompt
-        for make in asked.prompts:
-            prompt = make()
+        for prompt in self._prompts:
             ids = prompt if isinstance(prompt, list) else engine.tokenizer.encode_parts(prompt)
             most = room(engine, before + len(ids), asked.max_tokens)
             same = begun.setdefault(tuple(ids), [])
@@ -335,7 +258,7 @@ def room(engine: Any, n_prompt: int, given: int | None) -> int:
     return most if limit is None else max(1, min(most, limit - n_prompt))
 
 
-async def _constraints(service: Service, asked: Asked, n: int) -> list[Any]:
+async def _constraints(service: Service, asked: Asked, n: int, thinking: Any) -> list[Any]:
     """Return a constraint for each choice, none if the text is free. Waiting and compiling are bounded in time."""
     if (make := asked.grammar) is None:
         return []
@@ -343,7 +266,7 @@ async def _constraints(service: Service, asked: Asked, n: int) -> list[Any]:
 
     try:
         async with asyncio.timeout(COMPILE_S):
-            first = await service.compiling.call(lambda: make(vocabulary))
+            first = await service.compiling.call(lambda: make(vocabulary.behind(thinking)))
     except TimeoutError:
         raise Refusal(400, "the schema takes too long to compile; give a simpler one", "response_format") from None
     return [] if first is None else [first, *(first.copy() for _ in range(n - 1))]

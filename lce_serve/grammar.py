@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +85,13 @@ def tools_constraint(vocabulary: Vocabulary, tools: Tools) -> GrammarConstraint:
     call that must be made, and a tool that is `strict`, if nothing is left of the schema.
     """
     schemas = {tool.name: tool.schema for tool in tools.callable}
-    if isinstance(found := compiled(vocabulary, tools_grammar(tools, schemas)), GrammarConstraint):
+    thinking = vocabulary.thinking
+    opened = "" if thinking is None or thinking.is_open else thinking.opened
+
+    def compile_them() -> GrammarConstraint | str:
+        return compiled(vocabulary, tools_grammar(tools, schemas, opened))
+
+    if isinstance(found := compile_them(), GrammarConstraint):
         return found
     notes: dict[str, list[str]] = {}
     for name, schema in schemas.items():
@@ -93,7 +100,7 @@ def tools_constraint(vocabulary: Vocabulary, tools: Tools) -> GrammarConstraint:
             schemas[name], notes[name] = {**left, "type": "object"}, said
     largest = sorted(schemas, key=lambda name: len(json.dumps(schemas[name])))
     n_freed = 1
-    while not isinstance(found := compiled(vocabulary, tools_grammar(tools, schemas)), GrammarConstraint) and largest:
+    while not isinstance(found := compile_them(), GrammarConstraint) and largest:
         for name in largest[-n_freed:]:
             schemas[name], notes[name] = {"type": "object"}, [f"everything ({found})"]
         largest, n_freed = largest[:-n_freed], 2 * n_freed
@@ -112,10 +119,11 @@ def tools_constraint(vocabulary: Vocabulary, tools: Tools) -> GrammarConstraint:
     return found
 
 
-def tools_grammar(tools: Tools, schemas: dict[str, dict[str, Any]]) -> str:
+def tools_grammar(tools: Tools, schemas: dict[str, dict[str, Any]], opened: str = "") -> str:
     """Return the grammar of a text in which each call fits its tool's schema, one of `schemas`.
 
-    With `auto` the text is free until a call begins. With a forced choice it begins with a call.
+    With `auto` the text is free until a call begins, but does not begin with `opened`, the mark of a thought. With a
+    forced choice it begins with a call.
     """
     calls = [f"call_{i}" for i in range(len(tools.callable))]
     begin = f'TEXT "{OPEN}"' if not tools.forced else f'"{OPEN}"'
@@ -124,7 +132,8 @@ def tools_grammar(tools: Tools, schemas: dict[str, dict[str, Any]]) -> str:
         lines += ["start: call" + (' ("\\n" call)*' if tools.parallel else ""), f"call: {begin} body"]
     else:
         lines += [f"start: call{'*' if tools.parallel else '?'} rest", "call: begin body", "rest: TEXT"]
-        lines += [f"begin[lazy]: {begin}", "TEXT: /(.|\\n)*/"]
+        but = f" & ~/{re.escape(opened)}(.|\\n)*/" if opened else ""
+        lines += [f"begin[lazy]: {begin}", f"TEXT: /(.|\\n)*/{but}"]
     lines += [f'body: "\\n" ({" | ".join(calls)}) "\\n{CLOSE}"']
     for name, tool in zip(calls, tools.callable, strict=True):
         opened = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')

@@ -17,7 +17,7 @@ from starlette.responses import Response
 import lce
 from lce.sizes import size_text
 from lce_serve.answering import common, openai_options
-from lce_serve.conversation import prompt_or_messages, rendered
+from lce_serve.conversation import prompt_or_messages, rendered, variables_of
 from lce_serve.fields import Fields
 from lce_serve.generation import beginning, room
 from lce_serve.refusals import Refusal
@@ -33,7 +33,7 @@ async def inspect(service: Service, request: Request, fields: Fields) -> Respons
     """Answer a prompt, and return what was attended."""
     batch, how, sampling = service.batch, common(service, fields), openai_options(fields)
     prompt, messages = prompt_or_messages(fields)
-    variables, n = fields.object("chat_template_kwargs"), fields.whole("max_tokens", 1, MOST_TOKENS) or LAST
+    variables, n = variables_of(fields), fields.whole("max_tokens", 1, MOST_TOKENS) or LAST
     context = how["context"]
 
     def begin() -> tuple[Any, list[int], int]:

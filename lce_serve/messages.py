@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lce_serve.answering import Json, answer, common, new_id
+from lce_serve.choices import Choice, Delta, Ended
 from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
-from lce_serve.generation import Asked, Choice, Delta, Ended, Run
+from lce_serve.generation import Asked, Run
 from lce_serve.guided import grammar_for
 from lce_serve.history import MOST_MESSAGES, MOST_PARTS, History, content_of, note_of, role_of
 from lce_serve.refusals import Refusal, wrong
@@ -23,6 +24,7 @@ from lce_serve.tools import MOST_TOOLS, Call, Tools, checked, tool_of
 
 _CALLS, _RESULTS = ("tool_use", "mcp_tool_use"), ("tool_result", "mcp_tool_result")
 _THOUGHTS = ("thinking", "redacted_thinking")
+_EMPTY = {"thinking": {"type": "thinking", "thinking": "", "signature": ""}, "text": {"type": "text", "text": ""}}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -98,14 +100,15 @@ def _tools(fields: Fields) -> Tools:
 
 
 class _Form:
-    """The form of messages: a block for the text, if there is any, and one for each call."""
+    """The form of messages: a block for the thought and one for the text, if there is any, and one for each call."""
 
     def __init__(self, service: Service) -> None:
         self._id, self._model = new_id("msg_"), service.settings.model
 
     def body(self, run: Run) -> dict[str, Any]:
         choice = run.choices[0]
-        blocks: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text else []
+        said = {"thinking": choice.thought, "text": choice.text}
+        blocks = [{**_EMPTY[kind], kind: text} for kind, text in said.items() if text]
         blocks += [{**_block(call), "input": json.loads(call.arguments)} for call in choice.calls]
         return {**self._message(run), "content": blocks, **self._stop(choice)}
 
@@ -115,25 +118,29 @@ class _Form:
     async def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
         begun = {**self._message(run), "content": [], "stop_reason": None, "stop_sequence": None}
         yield _event("message_start", message=begun)
-        index, is_open = 0, False
+        index, opened = 0, ""  # the kind of the open block
         async for each in events:
             if isinstance(each, Ended):
                 break
-            if each.text:
-                if not is_open:
-                    yield _event("content_block_start", index=index, content_block={"type": "text", "text": ""})
-                    is_open = True
-                yield _event("content_block_delta", index=index, delta={"type": "text_delta", "text": each.text})
+            for kind, text in (("thinking", each.thought), ("text", each.text)):
+                if text and opened != kind:
+                    if opened:
+                        yield _event("content_block_stop", index=index)
+                        index += 1
+                    yield _event("content_block_start", index=index, content_block=_EMPTY[kind])
+                    opened = kind
+                if text:
+                    yield _event("content_block_delta", index=index, delta={"type": f"{kind}_delta", kind: text})
             for call in each.calls:
-                if is_open:
+                if opened:
                     yield _event("content_block_stop", index=index)
-                    index, is_open = index + 1, False
+                    index, opened = index + 1, ""
                 yield _event("content_block_start", index=index, content_block={**_block(call), "input": {}})
                 written = {"type": "input_json_delta", "partial_json": call.arguments}
                 yield _event("content_block_delta", index=index, delta=written)
                 yield _event("content_block_stop", index=index)
                 index += 1
-        if is_open:
+        if opened:
             yield _event("content_block_stop", index=index)
         yield _event("message_delta", delta=self._stop(run.choices[0]), usage=self._message(run)["usage"])
         yield _event("message_stop")

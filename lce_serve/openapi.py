@@ -72,6 +72,7 @@ CHAT: Schema = {
     "tool_choice": CHOICE,
     "parallel_tool_calls": FLAG,
     "reasoning_effort": TEXT,
+    "enable_thinking": FLAG,
     "chat_template_kwargs": OBJECT,
     "continue_final_message": FLAG,
     "add_generation_prompt": FLAG,
@@ -93,6 +94,7 @@ RESPONSES: Schema = {
     "tools": TOOLS,
     "tool_choice": CHOICE,
     "parallel_tool_calls": FLAG,
+    "reasoning": OBJECT,
     "chat_template_kwargs": OBJECT,
 }
 COUNTED: Schema = {
@@ -101,6 +103,7 @@ COUNTED: Schema = {
     "system": CONTENT,
     "tools": TOOLS,
     "tool_choice": OBJECT,
+    "thinking": OBJECT,
     "chat_template_kwargs": OBJECT,
 }
 ANTHROPIC: Schema = {

@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lce_serve.answering import answer, common, new_id, openai_options
+from lce_serve.choices import Delta, Ended
 from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
-from lce_serve.generation import Asked, Delta, Ended, Run
+from lce_serve.generation import Asked, Run
 from lce_serve.guided import grammar_for
 from lce_serve.history import MOST_MESSAGES, History, note_of, read_call, role_of, text_of
 from lce_serve.refusals import Refusal, wrong
@@ -89,11 +90,16 @@ def _tools(fields: Fields) -> Tools:
     return checked(tools, choice or "auto", fields.flag("parallel_tool_calls", True))
 
 
+_TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}  # the kinds of items of text, and of their parts
+
+_LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}
+
+
 class _Form:
-    """The form of responses: an item for the text, if there is any, and one for each call."""
+    """The form of responses: an item for the thought and one for the text, if there is any, and one for each call."""
 
     def __init__(self, service: Service, fields: Fields) -> None:
-        self._id, self._message_id = new_id("resp_"), new_id("msg_")
+        self._id, self._item_ids = new_id("resp_"), {"reasoning": new_id("rs_"), "message": new_id("msg_")}
         self._number = 0
         self._common = {
             "id": self._id,
@@ -112,7 +118,7 @@ class _Form:
             "tools": fields.body.get("tools") or [],
             "max_output_tokens": fields.body.get("max_output_tokens"),
             "text": fields.object("text") or {},
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": fields.inner("reasoning").text("effort"), "summary": None},
             "truncation": "disabled",
         }
 
@@ -128,28 +134,40 @@ class _Form:
         begun = self._response([], None)
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        text_at, n_items = None, 0
+        places, n_items, choice = dict[str, int](), 0, run.choices[0]  # the places of the open items of text
         async for each in events:
             if isinstance(each, Ended):
                 break
-            if each.text:
-                if text_at is None:
-                    text_at, n_items = n_items, n_items + 1
-                    yield self._event("response.output_item.added", output_index=text_at, item=self._message(None))
-                    yield self._event("response.content_part.added", **self._part(text_at), part=_text(""))
-                yield self._event("response.output_text.delta", **self._part(text_at), delta=each.text, logprobs=[])
+            if "reasoning" in places and (each.text or each.calls):
+                for data in self._done("reasoning", places.pop("reasoning"), choice.thought):
+                    yield data
+            for kind, text in (("reasoning", each.thought), ("message", each.text)):
+                if text and kind not in places:
+                    places[kind], n_items = n_items, n_items + 1
+                    part, item = self._part(kind, places[kind]), self._item(kind, None)
+                    yield self._event("response.output_item.added", output_index=places[kind], item=item)
+                    yield self._event("response.content_part.added", **part, part=_text(kind, ""))
+                if text:
+                    part = self._part(kind, places[kind]) | _LOGPROBS[kind]
+                    yield self._event(f"response.{_TEXTS[kind]}.delta", **part, delta=text)
             for call in each.calls:
                 for data in self._call_events(call, n_items):
                     yield data
                 n_items += 1
-        text = run.choices[0].text
-        if text_at is not None:
-            part = self._part(text_at)
-            yield self._event("response.output_text.done", **part, text=text, logprobs=[])
-            yield self._event("response.content_part.done", **part, part=_text(text))
-            yield self._event("response.output_item.done", output_index=text_at, item=self._message(text))
-        whole = self._response(self._items(run, text_at), run)
+        for kind, index in places.items():
+            for data in self._done(kind, index, choice.thought if kind == "reasoning" else choice.text):
+                yield data
+        whole = self._response(self._items(run, places.get("message")), run)
         yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _done(self, kind: str, index: int, text: str) -> list[bytes]:
+        """Return the events that end an item of text."""
+        part = self._part(kind, index)
+        return [
+            self._event(f"response.{_TEXTS[kind]}.done", **part, **_LOGPROBS[kind], text=text),
+            self._event("response.content_part.done", **part, part=_text(kind, text)),
+            self._event("response.output_item.done", output_index=index, item=self._item(kind, text)),
+        ]
 
     def _call_events(self, call: Call, index: int) -> list[bytes]:
         """Return the events of a call, which comes whole."""
@@ -169,19 +187,22 @@ class _Form:
         number, self._number = self._number, self._number + 1
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
-    def _part(self, index: int) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": index, "content_index": 0}
+    def _part(self, kind: str, index: int) -> dict[str, Any]:
+        return {"item_id": self._item_ids[kind], "output_index": index, "content_index": 0}
 
-    def _message(self, text: str | None) -> dict[str, Any]:
-        status, content = ("in_progress", []) if text is None else ("completed", [_text(text)])
-        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _item(self, kind: str, text: str | None) -> dict[str, Any]:
+        status, content = ("in_progress", []) if text is None else ("completed", [_text(kind, text)])
+        more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        return {"id": self._item_ids[kind], "type": kind, **more, "status": status, "content": content}
 
-    def _items(self, run: Run, text_at: int | None = 0) -> list[dict[str, Any]]:
-        """Return the items of the output. `text_at` is the place of the text among them."""
+    def _items(self, run: Run, text_at: int | None = None) -> list[dict[str, Any]]:
+        """Return the items of the output. `text_at` is the place of the text among them, None for before all calls."""
         choice = run.choices[0]
-        items = [_call(call) for call in choice.calls]
+        items = [self._item("reasoning", choice.thought)] if choice.thought else []
+        text_at = len(items) if text_at is None else text_at
+        items += [_call(call) for call in choice.calls]
         if choice.text or not items:
-            items.insert(text_at or 0, self._message(choice.text))
+            items.insert(text_at, self._item("message", choice.text))
         return items
 
     def _response(self, items: list[dict[str, Any]], run: Run | None) -> dict[str, Any]:
@@ -194,7 +215,7 @@ class _Form:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": run.thought_tokens()},
             "total_tokens": prompt + generated,
         }
         return {
@@ -207,8 +228,8 @@ class _Form:
         }
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text(kind: str, text: str) -> dict[str, Any]:
+    return {"type": _TEXTS[kind], "text": text, **({"annotations": []} if kind == "message" else {}), **_LOGPROBS[kind]}
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -125,14 +125,16 @@ def in_plain_text(messages: list[dict[str, Any]], tools: tuple[Tool, ...]) -> li
                 found.append({"role": "user", "content": written, "results": "yes"})
             continue
         calls = [_written(call["function"]) for call in message.get("tool_calls", ())]
-        found.append({"role": message["role"], "content": "\n".join([*([content] if content else []), *calls])})
+        written = "\n".join([*([content] if content else []), *calls])
+        found.append({**message, "content": written})
     if tools:
         told = _TOLD.format("\n".join(json.dumps(tool.as_object(), ensure_ascii=False) for tool in tools))
         if found and found[0]["role"] == "system":
             found[0]["content"] += f"\n\n{told}"
         else:
             found.insert(0, {"role": "system", "content": told})
-    return [{"role": message["role"], "content": message["content"]} for message in found]
+    kept = ("role", "content", "reasoning_content")
+    return [{name: message[name] for name in kept if name in message} for message in found]
 
 
 def _written(function: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ tokenizer's vocabulary is never allowed.
 
 from __future__ import annotations
 
+import copy
+import json
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +16,7 @@ import llguidance
 import numpy as np
 
 from lce.errors import UsageError, shown
+from lce.tokenizer.thinking import Thinking
 
 _COMPLETE = ("EndOfSentence", "NoExtension", "NoExtensionBias")
 # White space within JSON is bounded, so that no answer is lost in blanks: a line break with an indent, or two blanks.
@@ -23,6 +26,8 @@ _LIMITS = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexe
 
 class Vocabulary:
     """A tokenizer's vocabulary in llguidance's form, made once, when a request first needs it."""
+
+    thinking: Thinking | None = None  # how an answer may begin with a thought, behind which each grammar begins
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self.eos_ids = tokenizer, sorted(eos_ids)
@@ -37,6 +42,12 @@ class Vocabulary:
                     llguidance.TokenizerWrapper(_Tokens(self._tokenizer, self.eos_ids)), eos_token=self.eos_ids
                 )
             return self._made
+
+    def behind(self, thinking: Thinking | None) -> Vocabulary:
+        """Return this vocabulary for answers that may begin with a thought. Blocks as `get` does."""
+        self.get()
+        (found := copy.copy(self)).thinking = thinking
+        return found
 
     def constraint(self, schema: object, grammar: object) -> GrammarConstraint:
         """Compile a user's JSON schema, or else grammar, for one answer.
@@ -140,12 +151,23 @@ def of_schema(vocabulary: Vocabulary, schema: dict[str, Any]) -> GrammarConstrai
 def compiled(vocabulary: Vocabulary, grammar: str) -> GrammarConstraint | str:
     """Compile a grammar, or return in a line why it is invalid or too complex."""
     limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
+    grammar = grammar if vocabulary.thinking is None else _behind(vocabulary.thinking, grammar)
     matcher = llguidance.LLMatcher(vocabulary.get(), grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # finds schemas that no text fits, such as {"$ref": "#"}
     if matcher.is_error():
         return _line(matcher.get_error())
     return GrammarConstraint(matcher, vocabulary.eos_ids)
+
+
+def _behind(thinking: Thinking, grammar: str) -> str:
+    """Return a grammar whose text comes behind a thought, if the answer begins with one. The thought is free."""
+    closed, opened = json.dumps(thinking.closed), json.dumps(thinking.opened)
+    begin, instead = ("", "") if thinking.is_open else (opened, "| @answer")
+    outer = f"start: thought BLANK? @answer {instead}\nBLANK: /\\n{{1,2}}/\nthought[lazy]: {begin} /(.|\\n)*/ {closed}"
+    inner = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    inner["grammars"][0]["name"] = "answer"
+    return json.dumps({"grammars": [{"lark_grammar": outer}, *inner["grammars"]]})
 
 
 def _line(why: str) -> str:

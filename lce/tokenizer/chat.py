@@ -24,6 +24,7 @@ from typing import Any
 
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
+from lce.tokenizer.thinking import Thinking, thinking_of
 
 MAX_CHARS = 1 << 20  # A rendered text may have this many characters, plus eight per character of the messages.
 MAX_SECONDS = 2  # A rendering may take this much processor time, plus 1 s per 150,000 characters of the messages.
@@ -39,10 +40,14 @@ _START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], '
 
 @dataclass(frozen=True)
 class ChatText:
-    """A conversation as rendered by a chat template. The text is encoded in parts, which end at the offsets `cuts`."""
+    """A conversation as rendered by a chat template. The text is encoded in parts, which end at the offsets `cuts`.
+
+    `thinking` says how the answer may begin with a thought; None if it has no thought.
+    """
 
     text: str
     cuts: tuple[int, ...] = ()
+    thinking: Thinking | None = None
 
     def parts(self, start: int = 0) -> list[str]:
         """Return the parts of the text from character `start` on."""
@@ -98,7 +103,8 @@ def render_chat(
             "the chat template does not write the last answer, so it cannot be continued; ask a user's turn"
         )
     parts = (text.rpartition(end)[0] if continues else text).split(cut)
-    return ChatText("".join(parts), tuple(accumulate(map(len, parts[:-1]))))
+    text, begun = "".join(parts), (conversation[-1]["content"] or "") if continues else ""
+    return ChatText(text, tuple(accumulate(map(len, parts[:-1]))), thinking_of(template, text, begun))
 
 
 def _checked(messages: object) -> list[dict[str, Any]]:

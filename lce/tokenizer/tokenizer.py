@@ -22,6 +22,7 @@ from lce.tokenizer.chat import ChatText, render_chat
 from lce.tokenizer.files import JsonVocabulary, SentencePieceVocabulary, TokenizerConfig, Vocabulary
 from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.tekken import tekken_files
+from lce.tokenizer.thinking import MARKS
 
 LARGEST_FILE = 64 << 20  # The most bytes of a tokenizer.json or tokenizer.model. Gemma 3's has 33 MB.
 BYTES_A_TOKEN = 1024  # The most bytes of such a file per token of the vocabulary. Published files have about 130.
@@ -84,6 +85,7 @@ class Tokenizer:
             around = f"{named(self._path)} puts the id {wrong} around every text"
             raise ModelError(f"{around}, but there are only ids 0 to {self._id_limit - 1}; {_REMEDY}")
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
+        self._special -= {vocabulary.id_of(mark) for pair in MARKS for mark in pair}  # a text shows where it thinks
 
     @classmethod
     def from_files(cls, read: Reader, where: Path, vocab_size: int | None = None) -> "Tokenizer":
@@ -197,7 +199,7 @@ class Tokenizer:
         if at < len(_SAID):
             why = "because the chat template leaves out earlier answers; begin a new conversation"
             raise ModelError(f"nothing can be asked behind this context, {why}")
-        return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at))
+        return ChatText(chat.text[at:], tuple(cut - at for cut in chat.cuts if cut > at), chat.thinking)
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """Return the bytes that a token adds to a text; None for a control token, and for an id without a token."""
