@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from lce.engine.options import CACHE_BUDGET
 from lce.terminal import options
 from lce.terminal.options import flag
 
@@ -22,7 +23,7 @@ from lce.terminal.options import flag
 @flag("--queue N", "Requests that wait; more are refused with 429.", type=options.INDEX, default=256)
 @flag("--replicas N", "Engines in processes of their own; needs lce[ray].", type=options.COUNT, default=1)
 @flag("--cache-dir DIR", "Keep contexts of ended requests here, for later runs too.")
-@flag("--cache-budget SIZE", "The most bytes in that folder.", default="50GiB")
+@flag("--cache-budget SIZE", "The most bytes in that folder.", default=CACHE_BUDGET)
 @flag("--cache-memory SIZE", "The most memory for them.  [default: a quarter of what is free]")
 @flag("--context NAME=FILE", "Serve this file of `lce prefill` as MODEL@NAME; repeatable.", multiple=True)
 @flag("--ping SECONDS", "The longest silence of a stream.", type=click.FloatRange(min=0.1), default=5.0)

@@ -34,6 +34,7 @@ from ray.serve.request_router import RequestRouter
 from starlette.types import ASGIApp, Message
 
 import lce
+from lce.engine.options import CACHE_BUDGET
 from lce.errors import USER_MODULE, BusyError, LceError
 from lce.system import free_host_memory, usable_cores
 from lce_serve.affinity import Affinity, Known, ranked
@@ -174,7 +175,7 @@ class Arguments(pydantic.BaseModel, extra="forbid"):
     lanes: int = 8
     queue: int = 256
     cache_dir: str | None = None
-    cache_budget: str = "50GiB"
+    cache_budget: str = CACHE_BUDGET
     contexts: dict[str, str] = {}
     ping: float = 5.0
     drain: float = 30.0

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import lce
 from lce.engine.grammar import Vocabulary
+from lce.engine.options import CACHE_BUDGET
 from lce.progress import notice
-from lce.sizes import size_text
+from lce.sizes import in_bytes, size_text
 from lce_serve.contexts import NamedContexts
 from lce_serve.metrics import Metrics
 from lce_serve.refusals import Refusal
@@ -55,8 +56,11 @@ class Load:
     def begin(self, named: NamedContexts) -> Any:
         """Load the model, open the contexts into `named`, and return a batch."""
         batch = lce.load(**self.loading).batch(**self.batch)
-        most = size_text(int(batch.gauges()["most_kept_bytes"]))
-        notice(f"contexts of ended requests may take {most} of memory; --cache-memory sets another limit")
+        most, flag = f"{size_text(int(batch.gauges()['most_kept_bytes']))} of memory", "--cache-memory"
+        if folder := self.batch.get("cache_dir"):
+            disk = size_text(in_bytes(self.batch.get("cache_budget", CACHE_BUDGET), "--cache-budget"))
+            most, flag = f"{most}, and {disk} of disk in {folder}", f"{flag} or --cache-budget"
+        notice(f"contexts of ended requests may take {most}; {flag} sets another limit")
         try:
             for name, path in self.contexts.items():
                 named.add(name, batch.setup, lce.Engine(batch.setup).open_context(path))

@@ -13,7 +13,7 @@ import click
 
 import lce
 from lce.errors import UsageError, WindowWarning, shown
-from lce.sizes import in_bytes
+from lce.sizes import in_bytes, size_text
 from lce.terminal.output import Output
 
 
@@ -129,4 +129,8 @@ class _Loader(threading.Thread):
     def close(self) -> None:
         """Close the batch, which saves contexts. A model that is still loading is given up."""
         if self._batch is not None:
+            found = self._batch.gauges() if hasattr(self._batch, "gauges") else {}
+            if found.get("unsaved"):
+                size = size_text(int(found["unsaved_bytes"]))
+                click.echo(f"lce: contexts of ended requests that are saved now: {found['unsaved']} ({size})", err=True)
             self._batch.close()

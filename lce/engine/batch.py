@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from lce.engine.arguments import Prompt, Prompts
 from lce.engine.context import Context, Unique, own_context
+from lce.engine.options import CACHE_BUDGET
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import BatchStream, Request
@@ -60,7 +61,7 @@ class Batch(Unique):
         max_lanes: int | str = SHARED_ROWS,
         max_waiting: int | str = 256,
         cache_dir: str | Path | None = None,
-        cache_budget: int | str = "50GiB",
+        cache_budget: int | str = CACHE_BUDGET,
         cache_memory: int | str | None = None,
         *,
         reuse: bool = True,

@@ -11,6 +11,7 @@ from torch import Tensor
 from lce.engine.answer import GenerationOptions
 from lce.engine.arguments import Prompt, Prompts, are_many
 from lce.engine.context import Context, Unique, new_context, open_context, own_context
+from lce.engine.options import CACHE_BUDGET
 from lce.engine.prefilling import FilePrefill, prefill, prefill_file
 from lce.engine.running import checked_options, stream
 from lce.engine.setup import Setup
@@ -91,7 +92,7 @@ class Engine(Unique):
         max_waiting: int | str = 256,
         *,
         cache_dir: str | Path | None = None,
-        cache_budget: int | str = "50GiB",
+        cache_budget: int | str = CACHE_BUDGET,
         cache_memory: int | str | None = None,
     ) -> Batch:
         """Begin a batch, which runs many requests at once.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Devices = str | torch.device | Sequence[str | torch.device] | None
 
 MOST_FACTOR = 1_000_000  # the largest `rope_factor`
+CACHE_BUDGET = "10GiB"  # of the files of kept contexts
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -223,6 +223,13 @@ class PrefixCache(Unique):
             return sum(each.memory_bytes for each in self._entries)
 
     @property
+    def unsaved(self) -> dict[str, int]:
+        """How many contexts are yet to be saved as files, and the bytes of these."""
+        with self._lock:
+            found = [each.memory_bytes for each in self._entries if each.is_unsaved] if self._files else []
+        return {"unsaved": len(found), "unsaved_bytes": sum(found)}
+
+    @property
     def n_contexts(self) -> int:
         """The number of contexts, in memory and as files."""
         return len(self._entries)

@@ -87,6 +87,7 @@ class Scheduler:
         usage = (held + kept) / max(1, held + kept + free)
         found = {"running": len(self._running), "waiting": len(self._waiting), "contexts": self.prefixes.n_contexts}
         counts = {name: self.totals[name] for name in ("prompt_tokens", "cached_tokens", "decode_tokens")}
+        counts |= self.prefixes.unsaved
         return {**found, **counts, "kept_bytes": kept, "most_kept_bytes": self.prefixes.memory, "kv_usage": usage}
 
     def close(self, drain_s: float) -> None:

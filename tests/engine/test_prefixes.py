@@ -565,3 +565,12 @@ def test_a_file_for_which_a_budget_is_too_small_stays(
     (found,) = asked(full, folder, [*TEXT, 5])
     assert found.stats.read_before >= 199
     assert found.token_ids == truth
+
+
+def test_a_batch_says_how_many_contexts_are_yet_to_be_saved(full: lce.Engine, tmp_path: Path) -> None:
+    for folder, expected in ((None, 0), (tmp_path, 1)):
+        with full.batch(cache_dir=folder) as batch:
+            within(batch.stream(tokens(100), max_tokens=2).finish)
+            found = batch.gauges()
+            assert (found["unsaved"], found["unsaved_bytes"] > 0) == (expected, expected > 0)
+            until(lambda: batch.gauges()["unsaved"] == 0)

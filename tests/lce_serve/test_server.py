@@ -89,11 +89,14 @@ def test_what_is_not_http_is_refused(address: str) -> None:
 @pytest.mark.parametrize(
     ("sig", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)]
 )
-def test_a_signal_lets_streams_end(chat_model: Path, monkeypatch: pytest.MonkeyPatch, sig: int, code: int) -> None:
+def test_a_signal_lets_streams_end_and_says_what_is_saved(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sig: int, code: int
+) -> None:
     monkeypatch.setenv("LCE_API_KEY", "k")
-    with Process([sys.executable, "-m", "lce", "serve", "-m", chat_model, "--port", "0", "--threads", "1"]) as process:
+    command = [sys.executable, "-m", "lce", "serve", "-m", chat_model, "--port", "0", "--threads", "1"]
+    with Process([*command, "--cache-dir", tmp_path]) as process:
         lines = [process.line("stderr") for _ in range(3)]
-        assert "--cache-memory" in lines[1], lines
+        assert f"and 10 GiB of disk in {tmp_path}; --cache-memory or --cache-budget" in lines[1], lines
         assert "is loaded" in lines[2], lines
         url = f"{lines[0].split()[-1]}/v1/chat/completions"
         body = {"messages": HI, "stream": True, "max_tokens": 600, "logit_bias": {"77": 100}}
@@ -103,7 +106,11 @@ def test_a_signal_lets_streams_end(chat_model: Path, monkeypatch: pytest.MonkeyP
             assert "lce" in next(lines)
             process.send_signal(sig)
             assert [line for line in lines if line][-1] == "data: [DONE]"
+        request, *rest = iter(lambda: process.line("stderr"), "")
         assert process.wait(20) == code
+        (file,) = tmp_path.rglob("*.lce")
+        was_quick = file.stat().st_mtime - json.loads(request)["time"] < 0.5  # else it was saved as an idle one
+        assert not was_quick or any("saved now: 1" in line for line in rest)
 
 
 def test_what_ends_the_command_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
