@@ -92,7 +92,7 @@ def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, o
             chat_sampling(engine, given, output)  # says what it is, now that the messages are checked
         if save.path is not None:
             engine.setup.files.check_space(Path(save.path), n_tokens + how["max_tokens"])
-        output.generation(stream)
+        output.generation(stream, asked.thinking if isinstance(asked, lce.Conversation) else None)
     if save.path is not None:
         asked.save(save.path, force=save.force)
     if output.json:

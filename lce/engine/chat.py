@@ -14,6 +14,7 @@ from lce.errors import ModelError, UsageError
 from lce.methods.base import Method
 from lce.sizes import count
 from lce.tokenizer.chat import ChatText, ends_with_answer
+from lce.tokenizer.thinking import Thinking
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,11 @@ class Conversation(Unique):
         """The messages so far. The last one may be an unfinished answer with its text so far."""
         turn = self._past.turn
         return [dict(message) for message in (*self._past.messages, *(turn.messages if turn else ()))]
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the last turn's answer may begin with a thought; None if it has none."""
+        return self._past.turn.chat.thinking if self._past.turn else None
 
     def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
         """Generate the answer to one or more messages. Takes the options of `Engine.generate` except `context`.

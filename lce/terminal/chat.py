@@ -135,7 +135,7 @@ class ChatLoop:
                 self._choose(message)
             with self.output.bar("prefill", " tok") as bar:
                 stream = self.conversation.stream(message, progress=advance, **self.answering)
-                self.output.generation(stream)
+                self.output.generation(stream, self.conversation.thinking)
         except KeyboardInterrupt:
             if len(self.conversation.messages) == before:
                 state = f"{n_read:,} of its {n_new:,} tokens were read, and need not be read again"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +23,7 @@ from lce.system import peak_memory
 if TYPE_CHECKING:
     from lce.cache.tier import Traffic
     from lce.engine.stream import Stats, Stream
+    from lce.tokenizer.thinking import Thinking
     from lce.tokenizer.tokenizer import Tokenizer
 
 
@@ -138,19 +140,33 @@ class Output:
         if not self.quiet:
             tell(line)
 
-    def generation(self, stream: "Stream") -> None:
-        """Run a generation; except under --json write its text to stdout as it comes, with a line break at its end."""
-        ends_line = False
+    def generation(self, stream: "Stream", thinking: "Thinking | None" = None) -> None:
+        """Run a generation; except under --json write its text to stdout as it comes, with a line break at its end.
+
+        At a terminal the thought with which an answer may begin is dim, and its marks are left out.
+        """
+        ends_line, is_dim = False, thinking is not None and sys.stdout.isatty()
         try:
-            for piece in stream:
+            for text in _dimmed(stream, thinking) if thinking and is_dim else map(str, stream):
                 if not self.json:
-                    sys.stdout.write(piece.text)
+                    sys.stdout.write(text)
                     sys.stdout.flush()
                     ends_line = True
             ends_line = not self.json
         finally:
             if ends_line:
                 click.echo()
+
+
+def _dimmed(stream: "Stream", thinking: "Thinking") -> Iterator[str]:
+    """Yield an answer's text for a terminal: a dim thought, an empty line, and the answer itself."""
+    reader, gap = thinking.reader(), ""
+    for text, last in chain(((piece.text, False) for piece in stream), [("", True)]):
+        thought, answer = reader.push(text, last=last)
+        gap = "\n\n" if thought else gap
+        yield click.style(thought, dim=True) if thought else ""
+        yield gap + answer if answer else ""
+        gap = "" if answer else gap
 
 
 def generation_line(stats: "Stats") -> str:

@@ -42,7 +42,7 @@
     }
   }
 
-  /** An answer as it comes: { done, total } while the prompt is read, then { text }, { reason }, { usage }. */
+  /** An answer as it comes: { done, total } while the prompt is read, then { thought }, { text }, { reason }, { usage }. */
   async function* pieces(answer) {
     for await (const line of lines(answer)) {
       const [, done, total] = line.match(/^: prefill (\d+)\/(\d+)/) ?? [];
@@ -52,8 +52,9 @@
       const said = JSON.parse(line.slice(6));
       if (said.error) throw new Error(said.error.message);
       const [choice] = said.choices;
-      const text = choice?.delta?.content || choice?.text;
-      yield { text, reason: choice?.finish_reason, usage: said.usage, seed: choice?.seed };
+      const text = choice?.delta?.content || choice?.text,
+        thought = choice?.delta?.reasoning_content;
+      yield { text, thought, reason: choice?.finish_reason, usage: said.usage, seed: choice?.seed };
     }
     throw new Error("The answer broke off.");
   }
@@ -143,7 +144,9 @@
     if (props.chat_template)
       body.messages = asked.flatMap((turn, i) => [
         { role: "user", content: text(turn, i) },
-        ...(turn.answer === undefined ? [] : [{ role: "assistant", content: turn.answer }]),
+        ...(turn.answer === undefined
+          ? []
+          : [{ role: "assistant", content: turn.answer, reasoning_content: turn.thought }]),
       ]);
     else body.prompt = asked.map((turn, i) => text(turn, i) + (turn.answer ?? "")).join("\n");
     if (temperature) body.seed = Math.floor(Math.random() * 2 ** 31); // so that the answer can be watched
@@ -196,20 +199,23 @@
     turn.sent = performance.now();
     const stream = await ask(path, { ...turn.body, ...more }, signal);
     busy(true, "reading …");
-    for await (const { done, total, text, reason, usage, seed } of pieces(stream)) {
+    for await (const { done, total, text, thought, reason, usage, seed } of pieces(stream)) {
       if (total && !turn.answer) progress(done, total);
       turn.reason = reason || turn.reason;
       turn.usage = usage || turn.usage;
       if (seed !== undefined) turn.body.seed = seed; // Watch draws the same tokens again
-      if (!text) continue;
+      if (!text && !thought) continue;
       turn.last = performance.now();
       turn.first ??= turn.last;
-      turn.answer = (turn.answer ?? "") + text;
+      turn.answer = (turn.answer ?? "") + (text ?? "");
+      if (thought) turn.thought = (turn.thought ?? "") + thought;
       turn.tokens += 1;
       if (turn.tokens === 1) busy(true, "answering …");
       const { talk } = shown,
         follows = talk.scrollTop + talk.clientHeight > talk.scrollHeight - 40;
-      shown.node.appendData(text);
+      shown.thought.hidden = !turn.thought;
+      if (thought) shown.thought.append(thought);
+      shown.node.appendData(text ?? "");
       if (follows) talk.scrollTop = talk.scrollHeight;
     }
   }
@@ -218,14 +224,15 @@
   function show({ question }) {
     const node = document.createTextNode(""),
       said = el("p", { class: "said answer", "aria-busy": "true" }, node),
+      thought = el("p", { class: "muted said", hidden: true }),
       figures = el("p", { class: "muted figures" }),
       who = (name) => el("p", { class: "who" }, name);
     const asked = el("p", { class: "said question" }, question);
-    const article = el("article", {}, who("You"), asked, who(props.model_alias), said, figures),
+    const article = el("article", {}, who("You"), asked, who(props.model_alias), thought, said, figures),
       talk = get("talk");
     talk.append(article);
     talk.scrollTop = talk.scrollHeight;
-    return { node, said, figures, article, talk };
+    return { node, thought, said, figures, article, talk };
   }
 
   /** Keep a turn that ended, and show its figures. */

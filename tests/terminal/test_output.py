@@ -12,6 +12,7 @@ import pytest
 from lce.engine.stream import CancelFlag, Generation, Piece, Stream
 from lce.errors import WindowWarning
 from lce.terminal.output import FIRST_LINE_S, Output, ProgressLines
+from lce.tokenizer.thinking import Thinking
 from lce_lab.stages import bars, stages
 
 
@@ -23,6 +24,31 @@ def pieces(n: int, *, broken: bool = False) -> Stream:
             raise KeyboardInterrupt
 
     return Stream(drawn(), Generation(), CancelFlag())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("thought", ["Two", ""])
+def test_a_thought_is_dim_at_a_terminal_and_as_written_elsewhere(
+    is_open: bool, thought: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"{'' if is_open else '<think>'}\n{thought}\n</think>\n\nFour"
+    for stdout, shown in (
+        (io.StringIO(), text),
+        (Terminal(), f"\x1b[2m{thought}\x1b[0m\n\nFour" if thought else "Four"),
+    ):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        Output().generation(spoken(text), Thinking("<think>", "</think>", is_open))
+        assert stdout.getvalue() == shown + "\n"
+
+
+def spoken(text: str) -> Stream:
+    said = text.partition("Two")
+    return Stream((Piece(each) for each in said if each), Generation(), CancelFlag())
 
 
 @pytest.mark.parametrize(
