@@ -96,7 +96,7 @@ def test_a_signal_lets_streams_end_and_says_what_is_saved(
     command = [sys.executable, "-m", "lce", "serve", "-m", chat_model, "--port", "0", "--threads", "1"]
     with Process([*command, "--cache-dir", tmp_path]) as process:
         lines = [process.line("stderr") for _ in range(3)]
-        assert f"and 10 GiB of disk in {tmp_path}; --cache-memory or --cache-budget" in lines[1], lines
+        assert f"and 10.0 GiB of disk in {tmp_path}; --cache-memory or --cache-budget" in lines[1], lines
         assert "is loaded" in lines[2], lines
         url = f"{lines[0].split()[-1]}/v1/chat/completions"
         body = {"messages": HI, "stream": True, "max_tokens": 600, "logit_bias": {"77": 100}}
