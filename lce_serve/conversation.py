@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
+from lce.errors import DataError
 from lce_serve.fields import Fields
+from lce_serve.forms import form_of
 from lce_serve.history import openai_messages
 from lce_serve.refusals import Refusal
-from lce_serve.tools import MOST_TOOLS, Tool, Tools, checked, in_plain_text, knows_tools, tool_of
+from lce_serve.tools import MOST_TOOLS, Tool, Tools, checked, in_plain_text, tool_of
 
 _SWITCHES = ("enable_thinking", "thinking")  # the names by which templates ask whether the model is to think
 
@@ -54,12 +57,12 @@ def rendered(
     given: dict[str, Any] = dict(variables or {})
     if any(name in given for name in ("messages", "tools", "bos_token", "eos_token")):
         raise Refusal(400, "chat_template_kwargs may not name messages, tools or tokens", "chat_template_kwargs")
-    if knows_tools((tools and tokenizer.tool_template) or tokenizer.chat_template):
-        given |= {"tools": [tool.as_object() for tool in tools]} if tools else {}
-    else:
-        messages = in_plain_text(messages, tools)
     how = {"following": following, "continue_final_message": continues}
-    return tokenizer.render_chat(messages, answer, variables=given, **how)
+    if form_of((tools and tokenizer.tool_template) or tokenizer.chat_template) is not None:
+        own = given | ({"tools": [tool.as_object() for tool in tools]} if tools else {})
+        with suppress(DataError):  # such as two calls in one message, which Llama 3's template refuses
+            return tokenizer.render_chat(messages, answer, variables=own, **how)
+    return tokenizer.render_chat(in_plain_text(messages, tools), answer, variables=given, **how)
 
 
 def variables_of(fields: Fields) -> dict[str, Any]:

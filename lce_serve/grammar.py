@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
-from lce.engine.grammar import GrammarConstraint, Vocabulary, compiled, guided, of_schema
+from lce.engine.grammar import GrammarConstraint, Vocabulary, compiled, of_schema
 from lce_serve.fields import Fields
+from lce_serve.forms import enforced_form
 from lce_serve.loosening import loosened, says_anything
 from lce_serve.refusals import Refusal
-from lce_serve.tools import CLOSE, OPEN, Tools
+from lce_serve.tools import Tools
 
 _ANY = "%llguidance {}\nstart: /(.|\\n)*/\n"
 
@@ -79,19 +79,20 @@ def schema_constraint(
 
 
 def tools_constraint(vocabulary: Vocabulary, tools: Tools) -> GrammarConstraint:
-    """Compile the grammar of a text in which each call fits its tool's schema.
+    """Compile the grammar of a text in which each call has the model's form and fits its tool's schema.
 
     What cannot be enforced is left out: keywords, then whole schemas, the largest first, then the grammar. Refuses a
     call that must be made, and a tool that is `strict`, if nothing is left of the schema.
     """
-    schemas = {tool.name: tool.schema for tool in tools.callable}
+    form, schemas = enforced_form(vocabulary.tokenizer), {tool.name: tool.schema for tool in tools.callable}
     thinking = vocabulary.thinking
     opened = "" if thinking is None or thinking.is_open else thinking.opened
 
     def compile_them() -> GrammarConstraint | str:
-        return compiled(vocabulary, tools_grammar(tools, schemas, opened))
+        return compiled(vocabulary, form.grammar(tools, schemas, opened))
 
     if isinstance(found := compile_them(), GrammarConstraint):
+        found.notes = [*form.notes]
         return found
     notes: dict[str, list[str]] = {}
     for name, schema in schemas.items():
@@ -115,34 +116,8 @@ def tools_constraint(vocabulary: Vocabulary, tools: Tools) -> GrammarConstraint:
             raise Refusal(400, f"calls of these tools cannot be enforced: {found}", "tools")
         notes, found = {"tools": [f"everything ({found})"]}, compiled(vocabulary, _ANY)
     assert isinstance(found, GrammarConstraint)
-    found.notes = [f"not enforced: {name}: {note}" for name, said in notes.items() for note in said]
+    found.notes = [*form.notes, *(f"not enforced: {name}: {note}" for name, said in notes.items() for note in said)]
     return found
-
-
-def tools_grammar(tools: Tools, schemas: dict[str, dict[str, Any]], opened: str = "") -> str:
-    """Return the grammar of a text in which each call fits its tool's schema, one of `schemas`.
-
-    With `auto` the text is free until a call begins, but does not begin with `opened`, the mark of a thought. With a
-    forced choice it begins with a call.
-    """
-    calls = [f"call_{i}" for i in range(len(tools.callable))]
-    begin = f'TEXT "{OPEN}"' if not tools.forced else f'"{OPEN}"'
-    lines = ["%llguidance {}"]
-    if tools.forced:
-        lines += ["start: call" + (' ("\\n" call)*' if tools.parallel else ""), f"call: {begin} body"]
-    else:
-        lines += [f"start: call{'*' if tools.parallel else '?'} rest", "call: begin body", "rest: TEXT"]
-        but = f" & ~/{re.escape(opened)}(.|\\n)*/" if opened else ""
-        lines += [f"begin[lazy]: {begin}", f"TEXT: /(.|\\n)*/{but}"]
-    lines += [f'body: "\\n" ({" | ".join(calls)}) "\\n{CLOSE}"']
-    for name, tool in zip(calls, tools.callable, strict=True):
-        opened = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-        lines.append(f'{name}: {opened} {_json(schemas[tool.name])} "}}"')
-    return "\n".join(lines) + "\n"
-
-
-def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps(guided(schema))}"
 
 
 def _fault(vocabulary: Vocabulary, schema: dict[str, Any]) -> str | None:

@@ -1,13 +1,13 @@
-"""Tools: what the model is told of them, the form of its calls, and the calls found in its text.
+"""Tools, what a model is told of them if its chat template knows no tools, and calls.
 
-A call has one form, that of Hermes and Qwen:
+Such a model is told to write calls as Hermes and Qwen do:
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-A chat template that writes `<tool_call>` gets the tools and the calls as they are. For any other template the tools are
-written into the system message, calls into the answers, and results of calls into the user's messages, as plain text.
+The tools are written into the system message, calls into the answers, and results of calls into the user's messages, as
+plain text.
 """
 
 from __future__ import annotations
@@ -102,11 +102,6 @@ def checked(tools: list[Tool], choice: str, parallel: bool, param: str = "tool_c
     if choice == "required" and not tools:
         raise Refusal(400, f"{param} requires a call, and there are no tools", param)
     return Tools(tuple(tools), choice, parallel)
-
-
-def knows_tools(template: str | None) -> bool:
-    """Return whether a chat template writes tools and calls in the form above."""
-    return template is not None and "tools" in template and OPEN in template
 
 
 def in_plain_text(messages: list[dict[str, Any]], tools: tuple[Tool, ...]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ class Vocabulary:
     thinking: Thinking | None = None  # how an answer may begin with a thought, behind which each grammar begins
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
-        self._tokenizer, self.eos_ids = tokenizer, sorted(eos_ids)
+        self.tokenizer, self.eos_ids = tokenizer, sorted(eos_ids)
         self._lock = threading.Lock()
         self._made: llguidance.LLTokenizer | None = None
 
@@ -39,7 +39,7 @@ class Vocabulary:
         with self._lock:
             if self._made is None:
                 self._made = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(_Tokens(self._tokenizer, self.eos_ids)), eos_token=self.eos_ids
+                    llguidance.TokenizerWrapper(_Tokens(self.tokenizer, self.eos_ids)), eos_token=self.eos_ids
                 )
             return self._made
 

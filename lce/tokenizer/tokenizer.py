@@ -12,6 +12,7 @@ Bytes that cannot become a character are shown as U+FFFD at once.
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from operator import index
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,10 @@ from lce.tokenizer.thinking import MARKS
 
 LARGEST_FILE = 64 << 20  # The most bytes of a tokenizer.json or tokenizer.model. Gemma 3's has 33 MB.
 BYTES_A_TOKEN = 1024  # The most bytes of such a file per token of the vocabulary. Published files have about 130.
+_CALLS = (  # marks of calls, which many vocabularies call special
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<|tool_call>"),
+    *("<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"),
+)
 _REMEDY = "use the tokenizer files that came with this checkpoint"
 _SAID = "This is what was said before."  # stands for the text of a given context, whose messages are unknown
 
@@ -85,7 +90,7 @@ class Tokenizer:
             around = f"{named(self._path)} puts the id {wrong} around every text"
             raise ModelError(f"{around}, but there are only ids 0 to {self._id_limit - 1}; {_REMEDY}")
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
-        self._special -= {vocabulary.id_of(mark) for pair in MARKS for mark in pair}  # a text shows where it thinks
+        self._special -= {vocabulary.id_of(mark) for mark in (*_CALLS, *chain(*MARKS))}  # a text shows what these mark
 
     @classmethod
     def from_files(cls, read: Reader, where: Path, vocab_size: int | None = None) -> "Tokenizer":

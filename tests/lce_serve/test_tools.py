@@ -197,3 +197,13 @@ def test_the_template_tool_use_is_taken_where_tools_are_given(tmp_path: Path) ->
     tokenizer = lce.load(folder, threads=1).tokenizer
     assert rendered(tokenizer, HI).text == "the quick fox"
     assert rendered(tokenizer, HI, (Tool("w", "", {}),)).text == "w<tool_call>"
+
+
+def test_arguments_in_xml_are_texts_where_the_schema_says_so() -> None:
+    given = {"a": "1", "b": "1", "c": '{"d": 1}', "e": '{"d": 1}', "f": "true\nx"}
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    reader = CallReader(Tools((Tool("w", "", schema(a={"type": "string"}, c={"type": "string"})),)))
+    ((call,),) = reader.push(f"<tool_call>\n<function=w>\n{inside}</function>\n</tool_call>")[1:]
+    assert json.loads(call.arguments) == given | {"b": 1, "e": {"d": 1}}
+    assert len(call.id) == 9, "Mistral's templates take no other ids"
+    assert call.id.isalnum()
