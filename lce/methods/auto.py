@@ -18,8 +18,8 @@ class Choice:
 
     method: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
-    windows: float | None = None
-    reason: str = ""
+    windows: float | None = field(default=None, compare=False)
+    reason: str = field(default="", compare=False)
 
     @property
     def spelled(self) -> str:

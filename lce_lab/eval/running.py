@@ -62,7 +62,8 @@ class Asking:
 
     With `contexts`, a folder, the modes `shared` and `turns` save each prefilled document as a context file, and open
     this file instead of prefilling again. With `brief`, an answer ends as soon as its score is certain. Up to `lanes`
-    questions are answered at once, fewer if memory is short; the answers are the same.
+    questions are answered at once, fewer if memory is short; the answers are the same. `reading` is called with the
+    tokens of a document that are read, and with all; an error that it raises ends the asking.
     """
 
     mode: str = "single"
@@ -70,6 +71,7 @@ class Asking:
     contexts: str | Path | None = None
     brief: bool = False
     lanes: int = 8
+    reading: Progress | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -231,7 +233,11 @@ class _Run:
         length = len(document) + (sum(sizes) if self.asking.mode == "turns" else max(sizes))
         path = self._context_file(document, length)
         is_saved, started = path is not None and path.exists(), time.perf_counter()
-        with engine.open_context(path) if path and is_saved else engine.prefill(document, length=length) as context:
+        with (
+            engine.open_context(path)
+            if path and is_saved
+            else engine.prefill(document, length=length, progress=self.asking.reading) as context
+        ):
             if context.token_ids != document:
                 raise DataError(f"{named(str(path))} holds another document than its name says; remove it")
             self.prefill_s = None if is_saved else time.perf_counter() - started

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from lce_lab.study.explain import Explanation
 
 FOUND = ("method", "tokens", "right", "95% interval", "questions", "s a text", "read a token")
+ROWS = (
+    "",
+    "A row is a method: the tokens of its texts, the share of its questions answered right and where that share lies",
+    "in 19 of 20 such trials, the seconds of a text with its questions, and what is read of the text's keys and",
+    "values to write a token. The first row is full attention within the window: the most that a method can reach.",
+)
 
 
 @click.command()
@@ -68,34 +74,46 @@ def recommend(model: str, loading: dict[str, Any], output: Output, **how: Any) -
     """Find the method for a model: which finds most facts in texts beyond the model's window.
 
     Methods take turns, a text each, with eight questions. The first row is the ceiling: full attention, within half of
-    the window. A method whose turn would end too late is not asked. Of methods that the questions cannot tell apart,
-    the one that reads least a token is named. Few questions have wide intervals: give more --seconds. `lce eval run`
-    measures any method on any task.
+    the window. A method whose turn would end too late is not asked, and says so. The last line names the method to
+    take: what --method auto takes for this length, unless the questions tell another one apart as better. Few questions
+    have wide intervals: give more --seconds. `lce eval run` measures any method on any task.
     """
+    about = f"{model} is asked for facts in texts beyond its window, by several methods"
+    output.figures(f"lce: {about}, {how['seconds']:,.0f} s at most")
     from lce_lab.eval.recommend import recommend as ask
     from lce_lab.eval.report import fails
 
     with output.noting(WindowWarning), output.bar("ask", " s") as bar:
-        found = ask(model, progress=bar, **how, **loading)
-    if reason := fails(found.ceiling.score):
+        found = ask(model, progress=bar, tell=lambda line: output.figures(f"lce: {line}"), **how, **loading)
+    length, why = f"{found.length:,}", _why(found)
+    if found.ceiling is not None and (reason := fails(found.ceiling.score)):
         note(f"{reason}, at {found.ceiling.length:,} tokens: what methods find says little; try another --task")
     if found.left:
-        note(f"there was no time for {', '.join(choice.spelled for choice in found.left)}; give more --seconds")
+        names, text = ", ".join(choice.spelled for choice in found.left), f"a text of {length} tokens takes "
+        remedy = f"about {found.needed:,.0f} s; give more --seconds, or a smaller --window to compare methods in"
+        note(f"there was no time for {names}: {text}{remedy}")
     more = {"alike": [_named(each.choice) for each in found.alike], "not_asked": [*map(_named, found.left)]}
-    probes = {"ceiling": _probe(found.ceiling), "probes": [*map(_probe, found.probes)]}
-    output.object({**probes, **more, "recommended": _named(found.chosen.choice)})
-    length = f"{found.probes[0].length:,}"
+    probes = {"ceiling": found.ceiling and _probe(found.ceiling), "probes": [*map(_probe, found.probes)]}
+    advice = {"length": found.length, "recommended": _named(found.chosen), "auto": _named(found.usual), "why": why}
+    output.object({**probes, **more, **advice})
+    asked = [*map(_row, filter(None, (found.ceiling, *found.probes)))]
     left = [(choice.spelled, length, "not asked", *[""] * (len(FOUND) - 3)) for choice in found.left]
-    output.text(*(line.rstrip() for line in aligned([FOUND, *map(_row, (found.ceiling, *found.probes)), *left])))
-    output.text("", *_advice(found))
+    output.text(*(line.rstrip() for line in aligned([FOUND, *asked, *left])), *(ROWS if asked else []))
+    output.text("", f"take --method {found.chosen.spelled}: {why}")
 
 
-def _advice(found: Recommendation) -> list[str]:
-    use = f"--method {found.chosen.choice.spelled}"
-    if len(found.alike) == 1:
-        return [f"{'best of these' if found.probes[1:] else 'only this was asked'}: {use}"]
-    names, n = ", ".join(each.choice.spelled for each in found.alike), len(found.chosen.values)
-    return [f"{n} question{'s' * (n > 1)} cannot tell these apart: {names}", f"the one that reads least a token: {use}"]
+def _why(found: Recommendation) -> str:
+    usual, texts = found.usual.spelled, f"texts of {found.length:,} tokens"
+    if not found.probes:
+        return f"no method was asked; --method auto takes it for {texts}: {found.usual.reason}"
+    n = len(found.probes[0].values)
+    asked = f"{n} question{'s' * (n > 1)}"
+    if found.chosen != found.usual:
+        alike = "; of those that find as many it reads least a token" if found.alike[1:] else ""
+        return f"{asked} in {texts} tell it apart from {usual}, which --method auto takes{alike}"
+    others = [each.choice.spelled for each in found.alike if each.choice != found.usual]
+    same = f", nor apart from it {', '.join(others)}" if others else ""
+    return f"--method auto takes it for {texts}, and {asked} tell none apart as better{same}"
 
 
 def _named(choice: Choice) -> dict[str, Any]:

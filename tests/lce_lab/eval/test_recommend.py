@@ -4,14 +4,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from lce.methods.auto import CANDIDATES, Choice
+from lce.methods.auto import CANDIDATES, Choice, choice_for
 from lce_lab.eval import recommend as module
 from lce_lab.eval.recommend import FULL, Probe, Recommendation, recommend, told_apart
 from lce_lab.eval.scores import Score
-from tests.command import assert_error, ran, run
+from tests.command import ran, run
 
 SOME = CANDIDATES[:2]
 
@@ -22,6 +23,8 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pace: Callable[[str, int], float]) -> None:
         self.now, self.asked = 0.0, list[tuple[str, int]]()
         asking = module.MadeSuite.answers
+        monkeypatch.setattr(module, "speed", lambda engine, clock: 1e-9)
+        monkeypatch.setattr(module, "work", lambda engine, n_tokens: float(n_tokens**1.5))
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
         def answers(suite: module.MadeSuite, engine: module.lce.Engine, *what: object, **how: object) -> object:
@@ -87,39 +90,82 @@ def test_what_is_told_apart() -> None:
     assert not told_apart([1.0, 0.0], [1.0, 0.0])
 
 
-def test_of_methods_that_are_alike_the_one_that_reads_least_is_chosen() -> None:
+@pytest.mark.parametrize(
+    ("usual", "chosen"),
+    [("rerope", "rerope"), ("pages", "pages"), ("longheads", "pages")],  # longheads is told apart: pages reads less
+)
+def test_what_auto_takes_is_chosen_unless_others_are_better(usual: str, chosen: str) -> None:
     probes = made("rerope", "11111111", 30), made("pages", "10101111", 20), made("longheads", "10000000", 10)
-    found = Recommendation(made("full", "11111111", 10), probes, [])
+    found = Recommendation(300, Choice(usual), made("full", "11111111", 10), probes, [])
     assert [each.choice.method for each in found.alike] == ["rerope", "pages"]
-    assert found.chosen.choice.method == "pages"
+    assert found.chosen.method == chosen
+    assert Recommendation(300, Choice(usual), None, [], []).chosen.method == usual
 
 
-def test_the_command(tiny_model: Path) -> None:
-    asked = ("recommend", "--model", str(tiny_model), "--window", "256", "--seconds", "0", "--task", "code")
-    result = ran(*asked)
-    head, ceiling, first, *left, _, best = result.stdout.splitlines()
-    assert (head.split()[:3], ceiling.split()[0]) == (["method", "tokens", "right"], FULL.method)
-    assert first.split()[:2] == [CANDIDATES[0].method, "288"]
-    assert [line.split() for line in left] == [[each.method, "288", "not", "asked"] for each in CANDIDATES[1:]]
-    assert best == f"only this was asked: --method {CANDIDATES[0].spelled}"
-    for words in ("there was no time for", "what methods find says little"):  # random weights find nothing
-        assert words in result.stderr
-    found = json.loads(run(*asked, "--json", "--quiet").stdout)
-    assert found["probes"][0]["method"] == CANDIDATES[0].method
-    assert (found["ceiling"]["questions"], found["ceiling"]["length"]) == (1, 128)
-    assert found["recommended"] == {"method": CANDIDATES[0].method, "knobs": {}}
-    assert [each["method"] for each in found["not_asked"]] == [each.method for each in CANDIDATES[1:]]
+def test_a_reading_that_takes_too_long_is_left(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is read block by block; when the time is over, no further block is read."""
+    monkeypatch.setattr(module, "speed", lambda engine, clock: 1e-9)
+    now, prefill, ended = [0.0], module.lce.Engine.prefill, list[int]()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow(engine: module.lce.Engine, ids: list[int], *, progress: Callable[[int, int], None], **how: Any) -> Any:
+        def tick(done: int, total: int) -> None:
+            now[0] += 0.01 if engine.method.name == "full" else 1.0
+            ended.append(done)
+            progress(done, total)
+
+        return prefill(engine, ids, progress=tick, **how)
+
+    monkeypatch.setattr(module.lce.Engine, "prefill", slow)
+    found = recommend(str(tiny_model), seconds=5.0, task="code", window=256, length=300, block=16)
+    assert ([*found.left], [*found.probes]) == ([*CANDIDATES], [])
+    assert found.chosen == found.usual == choice_for(300, 256)
+    assert now[0] < 7.0
+    assert ended[-1] < 150, "of 300 tokens"
 
 
-def test_the_command_says_what_cannot_be_told_apart(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_model_is_asked_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first small reading says that no method's text would end in time."""
+    told = list[str]()
+    monkeypatch.setattr(module.MadeSuite, "answers", None)
+    monkeypatch.setattr(module, "speed", lambda engine, clock: 1.0)
+    found = recommend(str(tiny_model), seconds=100.0, task="code", window=256, tell=told.append)
+    assert (found.ceiling, [*found.probes], found.left[0], found.length) == (None, [], found.usual, 288)
+    assert found.needed > 100
+    assert told[0].startswith("full attention reads ")
+
+
+def test_the_command(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time it says at once what it does, what it could not do, and what `auto` takes."""
+    asked = ("recommend", "--model", str(tiny_model), "--window", "256", "--task", "code", "--seconds")
+    result = ran(*asked, "0")
+    head, *left, _, best = result.stdout.splitlines()
+    assert head.split()[:3] == ["method", "tokens", "right"]
+    assert [line.split() for line in left] == [[each.method, "288", "not", "asked"] for each in CANDIDATES]
+    assert best.startswith(
+        "take --method rerope: no method was asked; --method auto takes it for texts of 288 tokens: "
+    )
+    first, *_ = result.stderr.splitlines()
+    assert first.endswith("is asked for facts in texts beyond its window, by several methods, 0 s at most")
+    assert "there was no time for rerope, self_extend" in result.stderr
     Clock(monkeypatch, lambda name, n_tokens: 1.0)
-    result = run("recommend", "--model", str(tiny_model), "--window", "256", "--seconds", "7", "--task", "code")
-    *_, few, best = result.stdout.splitlines()
-    assert few.startswith("1 question cannot tell these apart: ")
-    assert {*few.partition(": ")[2].split(", ")} == {each.spelled for each in CANDIDATES}
-    assert best.startswith("the one that reads least a token: --method ")
+    result = ran(*asked, "7")
+    head, ceiling, first, *_, best = result.stdout.splitlines()
+    assert (ceiling.split()[0], first.split()[1]) == (FULL.method, "288")
+    assert "A row is a method: " in result.stdout
+    others = best.partition("nor apart from it ")[2].split(", ")
+    assert best.startswith("take --method rerope: --method auto takes it for texts of 288 tokens, and 1 question ")
+    assert {*others} == {each.spelled for each in CANDIDATES[1:]}
+    assert "what methods find says little" in result.stderr  # random weights find nothing
+    Clock(monkeypatch, lambda name, n_tokens: 1.0)
+    found = json.loads(run(*asked, "7", "--json", "--quiet").stdout)
+    assert (found["ceiling"]["questions"], found["ceiling"]["length"], found["length"]) == (1, 128, 288)
+    assert found["recommended"] == found["auto"] == {"method": "rerope", "knobs": {}}
+    assert found["not_asked"] == []
 
 
 def test_what_cannot_be_asked(tiny_model: Path) -> None:
     for options, words in (("--task cod", "did you mean 'code'"), ("--length 8", "at least"), ("--seconds -1", "-1")):
-        assert_error(run("recommend", "--model", str(tiny_model), *options.split()), 2, words)
+        result = run("recommend", "--model", str(tiny_model), *options.split())
+        assert result.exit_code == 2
+        assert words in result.stderr.splitlines()[-1]
