@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from lce_serve.forms import FORMS, Form, Found, Raw, read_json
+from lce_serve.forms import FORMS, Form, Found, Raw, read_json, types_of
 from lce_serve.tools import Call, Tools
 
 MOST_UNNAMED = 512  # characters within which an answer that is a call as a whole names its tool
@@ -104,11 +104,12 @@ def _typed(given: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of which those that are written as they are become JSON, unless the schema says `string`."""
     properties = schema.get("properties")
     known = properties if isinstance(properties, dict) else {}
-    texts = {key for key, inner in known.items() if isinstance(inner, dict) and inner.get("type") == "string"}
-    return {key: _value(x) if isinstance(x, Raw) and key not in texts else x for key, x in given.items()}
+    return {key: _value(x, types_of(known.get(key))) if isinstance(x, Raw) else x for key, x in given.items()}
 
 
-def _value(text: str) -> Any:
+def _value(text: str, kinds: set[str]) -> Any:
+    if "string" in kinds and (text != "null" or "null" not in kinds):
+        return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -53,7 +53,8 @@ def rendered(
     With `continues`, the last message is an answer that has begun.
     """
     if tokenizer.chat_template is None:
-        raise Refusal(400, "this model has no chat template: it continues text; use /v1/completions", "messages")
+        line = "this model has no chat template: it continues text; use /v1/completions, or serve the model with one"
+        raise Refusal(400, line, "messages")
     given: dict[str, Any] = dict(variables or {})
     if any(name in given for name in ("messages", "tools", "bos_token", "eos_token")):
         raise Refusal(400, "chat_template_kwargs may not name messages, tools or tokens", "chat_template_kwargs")

@@ -104,12 +104,21 @@ def _parameters(rule: str, name: str, schema: Schema) -> list[str]:
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     given, wanted = schema.get("properties"), schema.get("required")
     for i, (key, inner) in enumerate(given.items() if isinstance(given, dict) else ()):
-        kind = inner.get("type") if isinstance(inner, dict) else None
-        is_json = kind in ("integer", "number", "boolean", "array", "object", "null")
+        kinds = types_of(inner)
+        is_json = kinds and "string" not in kinds
         value = f'{json_rule({**inner, **shared})} "\\n</parameter>\\n"' if is_json else "value"
         found.append(f"{rule}_{i}: {json.dumps(f'<parameter={key}>' + chr(10))} {value}")
         parts.append(f"{rule}_{i}{'' if isinstance(wanted, list) and key in wanted else '?'}")
     return [f'{rule}: {json.dumps(f"<function={name}>" + chr(10))} {" ".join(parts)} "</function>"', *found]
+
+
+def types_of(schema: Any) -> set[str]:
+    """Return the types that a schema names, in its choices too; empty if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    own, choices = schema.get("type"), [schema.get("anyOf"), schema.get("oneOf")]
+    inner = [types_of(each) for some in choices if isinstance(some, list) for each in some]
+    return set().union(own if isinstance(own, list) else [own] if isinstance(own, str) else [], *inner)
 
 
 def read_json(text: str) -> Found:

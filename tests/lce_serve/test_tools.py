@@ -200,10 +200,12 @@ def test_the_template_tool_use_is_taken_where_tools_are_given(tmp_path: Path) ->
 
 
 def test_arguments_in_xml_are_texts_where_the_schema_says_so() -> None:
-    given = {"a": "1", "b": "1", "c": '{"d": 1}', "e": '{"d": 1}', "f": "true\nx"}
+    given = {"a": "1", "b": "1", "c": '{"d": 1}', "e": '{"d": 1}', "f": "true\nx", "g": "7", "h": "null", "i": "null"}
     inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
-    reader = CallReader(Tools((Tool("w", "", schema(a={"type": "string"}, c={"type": "string"})),)))
+    text, optional = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    properties = schema(a=text, c=text, g=optional, h={"type": ["string", "null"]}, i=text)
+    reader = CallReader(Tools((Tool("w", "", properties),)))
     ((call,),) = reader.push(f"<tool_call>\n<function=w>\n{inside}</function>\n</tool_call>")[1:]
-    assert json.loads(call.arguments) == given | {"b": 1, "e": {"d": 1}}
+    assert json.loads(call.arguments) == given | {"b": 1, "e": {"d": 1}, "h": None}
     assert len(call.id) == 9, "Mistral's templates take no other ids"
     assert call.id.isalnum()
