@@ -212,7 +212,7 @@ class Tokenizer:
 
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token that is exactly `text`, if there is one: no decoded text has it."""
-        return found if (found := self._vocabulary.id_of(text)) in self._special else None
+        return self._vocabulary.id_of(text) if text in self._controls else None
 
     def has_control(self, text: str) -> bool:
         """Return whether `text` has a control token written out, as a prompt in the chat format has."""
@@ -246,7 +246,7 @@ class NoTokenizer(Tokenizer):
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.bos_token = self.bos_id = self.eos_token = self.chat_template = self.tool_template = None
-        self.eos_ids = ()
+        self.eos_ids = self._controls = ()
         self._folder = folder
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:

@@ -98,6 +98,15 @@ def test_special_tokens_and_ids_stop_an_answer(client: TestClient, monkeypatch: 
     assert ended("chat", found)[::2] == ("length", 9)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_half_a_surrogate_pair_stops_nothing(client: TestClient, form: str) -> None:
+    path, prompt, name = FORMS[form]
+    field = "stop_sequences" if form == "messages" else "stop"
+    content = json.dumps({**prompt, name: 3, field: ["\ud800"]})
+    answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200
+
+
 def test_stop_ids_are_checked(client: TestClient) -> None:
     for wrong in ([9999], [-1], ["x"], [True], "x"):
         answer = client.post(FORMS["chat"][0], json={"messages": HI, "stop_token_ids": wrong})
