@@ -1,7 +1,7 @@
 """The forms in which models write calls of tools: `FORMS` says how each is read, and the grammar that enforces it.
 
 A chat template that has the marks of a form is of a model that writes it. For a template that knows no tools, the model
-is told to write Hermes' form, the first of the table.
+is told to write Hermes' form.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ together, those of the least rank are merged first. So each way to cut a token i
 
 import base64
 import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from lce.files import named, object_of
 from lce.tokenizer.gguf import byte_level_json
 from lce.tokenizer.spelling import characters_of
 
-MOST_VALUES = 8_000_000  # The most JSON values in a tekken.json. Published files have one million.
-MOST_TOKENS, MOST_SPECIAL = 1 << 20, 1 << 16
+MOST_VALUES, MOST_TOKENS = 8_000_000, 1 << 20  # The most JSON values, and tokens. Published files have 1e6 and 1 << 17.
 MOST_BYTES = 512  # The most bytes of a token. Published ones have up to 76.
 # The special tokens of files that list none, by their ids; others are <SPECIAL_20>, and so on.
 _SPECIAL = (
@@ -29,9 +27,8 @@ _SPECIAL = (
 
 def tekken_files(raw: bytes, path: Path, own: dict[str, Any]) -> dict[str, bytes]:
     """Return a tokenizer's files, by name, made of tekken.json's bytes; `own` has settings of the folder itself."""
-    content = object_of(raw, path, MOST_VALUES)
     try:
-        made = _json_of(content)
+        made = _json_of(object_of(raw, path, MOST_VALUES))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = shown(" ".join(str(error).split()))
         raise ModelError(f"{named(path)} is not a tokenizer that lce reads: {reason}; download it again") from error
@@ -43,19 +40,19 @@ def _json_of(content: dict[str, Any]) -> bytes:
     """Return tokenizer.json. Raises an exception of Python for what is not as expected."""
     config = content["config"]
     n_special, n_all = config["default_num_special_tokens"], config["default_vocab_size"]
-    if not 0 < n_special <= MOST_SPECIAL or not n_special < n_all <= MOST_TOKENS:
+    if not 0 < n_special < n_all <= MOST_TOKENS:
         raise ValueError(f"it has {n_all} tokens, {n_special} of them special")
-    entries = content.get("special_tokens")
-    listed = list(_SPECIAL) if entries is None else [entry["token_str"] for entry in entries]
-    if entries is not None and [entry["rank"] for entry in entries] != list(range(len(entries))):
-        raise ValueError("its special tokens are not in the order of their ranks")
-    special = [*listed, *(f"<SPECIAL_{i}>" for i in range(len(listed), n_special))]
-    tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in content["vocab"][: n_all - n_special]]
-    if [entry["rank"] for entry in islice(content["vocab"], len(tokens))] != list(range(n_all - n_special)):
-        raise ValueError(f"it lacks some of {n_all - n_special} tokens, in the order of their ranks")
-    names = [characters_of(token) for token in tokens]
+    entries = content.get("special_tokens") or [
+        {"rank": rank, "token_str": token} for rank, token in enumerate(_SPECIAL)
+    ]
+    vocab, n_own = content["vocab"][: n_all - n_special], n_all - n_special
+    if [entry["rank"] for entry in (*entries, *vocab)] != [*range(len(entries)), *range(n_own)]:
+        raise ValueError(f"it lacks some of {n_own} tokens, in the order of their ranks")
+    special = [*(x["token_str"] for x in entries), *(f"<SPECIAL_{i}>" for i in range(len(entries), n_special))]
+    names = [characters_of(base64.b64decode(entry["token_bytes"], validate=True)) for entry in vocab]
     ids = {name: token_id for token_id, name in enumerate([*special, *names])}
-    if len(ids) < n_all or max(map(len, tokens)) > MOST_BYTES or not {bytes((i,)) for i in range(256)} <= {*tokens}:
+    single = {characters_of(bytes((i,))) for i in range(256)}
+    if len(ids) != n_all or max(map(len, names)) > MOST_BYTES or not single <= {*names}:
         raise ValueError(f"its tokens are not all bytes and different texts of at most {MOST_BYTES} bytes")
     own = {*names}
     cuts = ((name[:i], name[i:]) for name in names for i in range(1, len(name)))
