@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,18 +72,14 @@ class Choice:
         """The number of tokens of the thought, its marks included."""
         if not self.thought:
             return 0
-        pieces, ids, text = self.stream.setup.tokenizer.stream(), self.stream.result.token_ids, ""
-        for n, token_id in enumerate(ids, 1):
-            text += (piece := pieces.push(token_id))
-            if self._thinking.closed in text[-len(piece + self._thinking.closed) :]:
-                return n
-        return len(ids)
+        decode, ids = self.stream.setup.tokenizer.decode, self.stream.result.token_ids
+        return bisect_left(range(len(ids)), True, key=lambda n: self._thinking.closed in decode(ids[:n]))
 
     def take(self, text: str, *, last: bool = False) -> Delta:
         """Add a piece of text, and return what is new."""
         thought, calls = "", list[Call]()
         if self._thoughts is not None:
-            thought, text = self._thoughts.push(text, last=last)
+            thought, text = self._thoughts(text, last=last)
         if self._reader is not None:
             text, calls = self._reader.push(text)
             if last:

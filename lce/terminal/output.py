@@ -141,10 +141,7 @@ class Output:
             tell(line)
 
     def generation(self, stream: "Stream", thinking: "Thinking | None" = None) -> None:
-        """Run a generation; except under --json write its text to stdout as it comes, with a line break at its end.
-
-        At a terminal the thought with which an answer may begin is dim, and its marks are left out.
-        """
+        """Run a generation; except under --json write its text to stdout, with a line break. Terminals dim thoughts."""
         ends_line, is_dim = False, thinking is not None and sys.stdout.isatty()
         try:
             for text in _dimmed(stream, thinking) if thinking and is_dim else map(str, stream):
@@ -162,7 +159,7 @@ def _dimmed(stream: "Stream", thinking: "Thinking") -> Iterator[str]:
     """Yield an answer's text for a terminal: a dim thought, an empty line, and the answer itself."""
     reader, gap = thinking.reader(), ""
     for text, last in chain(((piece.text, False) for piece in stream), [("", True)]):
-        thought, answer = reader.push(text, last=last)
+        thought, answer = reader(text, last=last)
         gap = "\n\n" if thought else gap
         yield click.style(thought, dim=True) if thought else ""
         yield gap + answer if answer else ""

@@ -24,7 +24,7 @@ from typing import Any
 
 from lce.errors import DataError, LceError, ModelError, shown
 from lce.sizes import size_text
-from lce.tokenizer.thinking import Thinking, thinking_of
+from lce.tokenizer.thinking import Thinking, thinking_of, with_thoughts
 
 MAX_CHARS = 1 << 20  # A rendered text may have this many characters, plus eight per character of the messages.
 MAX_SECONDS = 2  # A rendering may take this much processor time, plus 1 s per 150,000 characters of the messages.
@@ -77,7 +77,7 @@ def render_chat(
     ModelError for a template that is broken or exceeds its limits.
     """
     given = {"tools": None, "documents": None, **(variables or {})}
-    conversation = _checked(messages)
+    conversation = with_thoughts(template, _checked(messages))
     texts: list[str] = []
 
     def collect(text: str) -> str:

@@ -7,7 +7,9 @@ The prompt ends with the opening mark, or the model writes it first of all. Else
     answer                                            Paris
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 _OPENED = ("<think>", "[THINK]", "<thought>", "<thinking>", "<reasoning>", "<seed:think>")
 MARKS = tuple((opened, f"{opened[0]}/{opened[1:]}") for opened in _OPENED)
@@ -20,10 +22,6 @@ class Thinking:
     opened: str
     closed: str
     is_open: bool
-
-    def reader(self) -> "ThoughtReader":
-        """Return a reader of an answer that begins so."""
-        return ThoughtReader(self)
 
     def parted(self, text: str, *, whole: bool) -> tuple[str, str]:
         """Return the thought and the answer in a text, without line breaks at the marks.
@@ -43,6 +41,20 @@ class Thinking:
             thought = next((thought[:-n] for n in ends if thought.endswith(self.closed[:n])), thought)
         return thought.rstrip("\n"), answer.lstrip("\n")
 
+    def reader(self) -> Callable[..., tuple[str, str]]:
+        """Return a function that takes an answer in pieces, and returns what each adds to thought and answer."""
+        said = thought = answer = ""
+
+        def push(text: str, *, last: bool = False) -> tuple[str, str]:
+            nonlocal said, thought, answer
+            if answer:
+                return "", text
+            said, n = said + text, len(thought)
+            thought, answer = self.parted(said, whole=last)
+            return thought[n:], answer
+
+        return push
+
 
 def thinking_of(template: str, prompt: str, begun: str = "") -> Thinking | None:
     """Return how the answer behind a rendered prompt may begin; None if it has no thought.
@@ -56,16 +68,10 @@ def thinking_of(template: str, prompt: str, begun: str = "") -> Thinking | None:
     return None if not opened or end.endswith(closed) else Thinking(opened, closed, end.endswith(opened))
 
 
-class ThoughtReader:
-    """A reader of an answer that comes in pieces. It parts the answer as `Thinking.parted` does."""
-
-    def __init__(self, thinking: Thinking) -> None:
-        self._thinking, self._text, self._said = thinking, "", ("", "")
-
-    def push(self, text: str, *, last: bool = False) -> tuple[str, str]:
-        """Add text, and return what it adds to the thought and to the answer."""
-        if self._said[1]:  # the answer has begun
-            return "", text
-        self._text += text
-        before, self._said = self._said, self._thinking.parted(self._text, whole=last)
-        return self._said[0][len(before[0]) :], self._said[1]
+def with_thoughts(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with each thought between marks in its content, if the template does not read thoughts itself."""
+    opened, closed = next((pair for pair in MARKS if pair[1] in template), ("", ""))
+    if not opened or "reasoning_content" in template:
+        return messages
+    thought, said = "reasoning_content", f"{opened}\n{{}}\n{closed}\n\n{{}}".format
+    return [m | {"content": said(m[thought], m["content"] or "")} if m.get(thought) else m for m in messages]

@@ -12,7 +12,7 @@ import lce
 from lce_serve.app import application
 from lce_serve.service import Service, Settings
 from tests.checkpoints import save_chat
-from tests.lce_serve.conftest import URL, events
+from tests.lce_serve.conftest import URL, events, serving
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n"
@@ -55,7 +55,8 @@ class Server:
     """A client of a server whose model says what a test tells it to. `prompt` is what the model saw."""
 
     def __init__(self, batch: Any) -> None:
-        self.client = TestClient(application(Service(Settings("tiny"), batch)), base_url=URL)
+        self.service = Service(Settings("tiny"), batch)
+        self.client = TestClient(application(self.service), base_url=URL)
         self.tokenizer, self.begin = batch.setup.tokenizer, batch.stream
         batch.stream = self.stream
 
@@ -63,9 +64,13 @@ class Server:
         self.prompt, self.script = prompt.text, Script(self.ids, constraint)
         return self.begin(prompt, constraint=self.script, **how)
 
+    def says(self, text: str) -> None:
+        """Have the next answer be this text."""
+        self.ids = [*self.tokenizer.encode(text, bos=False), 301]
+
     def ask(self, api: str, says: str, *messages: dict[str, Any], **more: Any) -> Any:
-        """Return the answer as an object, streamed or not."""
-        self.ids = [*self.tokenizer.encode(says, bos=False), 301]
+        """Return the answer as an object, or its events."""
+        self.says(says)
         field, limit = ("input", "max_output_tokens") if api == "r" else ("messages", "max_tokens")
         answer = self.client.post(PATHS[api], json={field: list(messages) or [ASKED], limit: 200, **more})
         assert answer.status_code == 200, answer.text
@@ -242,3 +247,26 @@ def test_whether_and_how_much_to_think_reaches_the_template(
 def test_a_thought_that_has_begun_is_continued(server: Server) -> None:
     begun = {"role": "assistant", "content": "<think>\nTwo"}
     assert parts("m", server.ask("m", " and two.</think>Four.", ASKED, begun)) == (" and two.", "Four.", [])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_published_clients_collect_thoughts(server: Server) -> None:
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+    says, tools = f"<think>\nTwo and two.\n</think>\n\nFour. {CALL}", [{"type": "function", **TOOL}]
+    with serving(server.service) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            server.says(says)
+            with client.responses.stream(model="tiny", input="Hi", tools=tools) as stream:
+                kinds = [event.type for event in stream]
+                items = stream.get_final_response().output
+        assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+        assert [item.type for item in items] == ["reasoning", "message", "function_call"]
+        assert (items[0].content[0].text, items[1].content[0].text) == ("Two and two.", "Four. ")
+        with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as client:
+            server.says(says)
+            asked: Any = {"model": "tiny", "max_tokens": 200, "messages": [ASKED]}
+            with client.messages.stream(**asked, tools=[{"name": "look", "input_schema": SCHEMA}]) as stream:
+                blocks = stream.get_final_message().content
+        assert [block.type for block in blocks] == ["thinking", "text", "tool_use"]
+        assert (blocks[0].thinking, blocks[1].text, blocks[2].input) == ("Two and two.", "Four. ", {"a": 4})
