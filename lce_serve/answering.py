@@ -120,7 +120,7 @@ def openai_options(fields: Fields) -> dict[str, Any]:
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "repetition_penalty": fields.number("repetition_penalty", 0.01, 100),
         "stop": fields.stops("stop") or None,
-        "stop_token_ids": _token_ids(fields, "stop_token_ids") or None,
+        "stop_token_ids": token_ids(fields, "stop_token_ids") or None,
     }
     for name, off in (("top_k", -1), ("top_p", 0)):  # vLLM's -1 and a client's 0 are off
         found[name] = None if found[name] == off else found[name]
@@ -129,7 +129,7 @@ def openai_options(fields: Fields) -> dict[str, Any]:
     return {**{name: value for name, value in found.items() if value is not None}, **_bias(fields)}
 
 
-def _token_ids(fields: Fields, field: str) -> list[int]:
+def token_ids(fields: Fields, field: str) -> list[int]:
     """Return a list of token ids."""
     found = fields.items(field, 1024)
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import llguidance
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from lce.engine.grammar import GrammarConstraint, Vocabulary, compiled
 from lce_serve.fields import MOST_TOKENS, Fields
@@ -27,7 +27,7 @@ _UNDONE: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "logits_processors": ([],),
-    "prompt_logprobs": (False,),
+    "prompt_logprobs": (),
     "truncate_prompt_tokens": (False, -1),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
@@ -94,8 +94,8 @@ def _guide(fields: Fields, field: str, kind: str) -> Grammar:
         return lambda vocabulary: schema_constraint(vocabulary, schema, where)
     if kind == "choice":
         choices = fields.items(field, MOST_GUIDE)
-        if not all(isinstance(each, str) and each for each in choices):
-            raise wrong(where, choices, "a list of texts that are not empty")
+        if not choices or not all(isinstance(each, str) and each for each in choices):
+            raise wrong(where, choices, "a list of texts, none of them empty")
         text = f"start: {' | '.join(json.dumps(each) for each in choices)}"
     else:
         text = fields.text(field) or ""
@@ -104,9 +104,9 @@ def _guide(fields: Fields, field: str, kind: str) -> Grammar:
 
     def compile_it(vocabulary: Vocabulary) -> GrammarConstraint:
         try:
-            made = llguidance.LLMatcher.grammar_from_regex(text) if kind == "regex" else any_to_lark(text)
-            found: GrammarConstraint | str = compiled(vocabulary, made)
-        except (GbnfToLarkError, ValueError, RecursionError) as error:
+            changed = {"regex": llguidance.LLMatcher.grammar_from_regex, "grammar": any_to_lark}.get(kind, str)(text)
+            found: GrammarConstraint | str = compiled(vocabulary, changed)
+        except Exception as error:  # the converter of GBNF raises any
             found = f"{error}"
         if isinstance(found, str):
             raise Refusal(400, f"{where} cannot be followed: {' '.join(found.split())[:240]}", where)

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lce_serve.answering import Json, answer, common, new_id
+from lce_serve.answering import Json, answer, common, new_id, token_ids
 from lce_serve.choices import Choice, Delta, Ended
 from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
@@ -35,6 +35,7 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
         "top_p": fields.number("top_p", 0, 1) or None,
         "top_k": fields.whole("top_k", 0, 1 << 31),
         "stop": fields.stops("stop_sequences") or None,
+        "stop_token_ids": token_ids(fields, "stop_token_ids") or None,
     }
     tools, how = _tools(fields), common(service, fields)
     asked = Asked(

@@ -67,7 +67,7 @@ GUIDES: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": TIGHT}}, r'\{"a":[12]\}'),
     ({"guided_regex": "[a-c]{3}/x"}, "[a-c]{3}/x"),
     ({"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
-    ({"guided_choice": ['a "b"', "über"]}, 'a "b"|über'),
+    ({"guided_choice": ['a "b"', "über", "x ::= y"]}, 'a "b"|über|x ::= y'),
     ({"grammar": 'root ::= "yes" | "no" tail\ntail ::= [xy] "!"'}, "yes|no[xy]!"),
     ({"guided_grammar": 'start: "yes" | "no"'}, "yes|no"),
 ]
@@ -85,8 +85,12 @@ WRONG: list[dict[str, Any]] = [
     {"grammar": "root ::= ("},
     {"grammar": "root ::= " + "(" * 30_000},
     {"grammar": "a" * 200_000},
+    {"grammar": "root ::= a"},
+    {"ebnf": "a ::= b"},
     {"guided_regex": "("},
     {"guided_choice": [1]},
+    {"guided_choice": []},
+    {"guided_choice": ["\ud800"]},
     {"guided_json": "{"},
     {"guided_json": {"type": "nonsense"}},
     {"grammar": 'root ::= "a"', "guided_regex": "a"},
@@ -101,7 +105,11 @@ WRONG: list[dict[str, Any]] = [
 @pytest.mark.parametrize("api", ["chat", "text"])
 def test_wrong_grammars_are_refused_by_name(client: TestClient, api: str) -> None:
     for given in WRONG:
-        answer = client.post(PATHS[api][0], json={**PATHS[api][1], "max_tokens": 4, **given})
+        answer = client.post(
+            PATHS[api][0],
+            content=json.dumps({**PATHS[api][1], "max_tokens": 4, **given}),
+            headers={"Content-Type": "application/json"},
+        )
         assert (answer.status_code, next(iter(given)) in answer.text) == (400, True), answer.text
 
 

@@ -108,9 +108,10 @@ def test_half_a_surrogate_pair_stops_nothing(client: TestClient, form: str) -> N
 
 
 def test_stop_ids_are_checked(client: TestClient) -> None:
-    for wrong in ([9999], [-1], ["x"], [True], "x"):
-        answer = client.post(FORMS["chat"][0], json={"messages": HI, "stop_token_ids": wrong})
-        assert (answer.status_code, "stop_token_ids" in answer.text) == (400, True)
+    for form in ("chat", "messages"):
+        for wrong in ([9999], [-1], ["x"], [True], "x"):
+            answer = client.post(FORMS[form][0], json={"messages": HI, "stop_token_ids": wrong, "min_tokens": 2})
+            assert (answer.status_code, "stop_token_ids" in answer.text) == (400, True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
