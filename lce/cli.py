@@ -20,7 +20,7 @@ from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
 from lce.terminal.options import flag
 from lce.terminal.output import Output, empty_or_unasked, generation_line, note, plain, prefill_line
-from lce.terminal.reading import Opening, ends
+from lce.terminal.reading import Opening, ends, n_tokens_of, read_text, text_of
 
 _LEVELS = f"{', '.join(levels.NAMES)}, or all that a wheel has; repeatable.  [default: this processor's]"
 QUESTIONS = 1024  # tokens that a prefilled text may get behind it, where --method auto chooses by the length
@@ -167,16 +167,24 @@ def prefill(opening: Opening, prompt: str, out: options.NewFile, output: Output,
 
 @cli.command()
 @argument("file", metavar="FILE|MODEL")
-@flag("--model -m PATH|ID|demo", "The model of a context file, to show how its text begins and ends.")
+@flag("--model -m PATH|ID|demo", "The model for a text, or of a context file, to show how its text begins and ends.")
 @flag("--check", "Read all weights of a MODEL, and compare them with what `lce quantize` wrote.", is_flag=True)
 @options.json_options
 def info(file: str, model: str | None, check: bool, output: Output) -> None:
-    """Show what a context FILE or a MODEL holds.
+    """Show what a context FILE or a MODEL holds; or, with --model, how long a text is and which methods read it whole.
 
     Of a context only the header is read, of a model config.json, the tokenizer and the headers of the weights; of a
     model on the hub no weights are downloaded. --check reads all weights. Only folders of `lce quantize` have
     checksums; of others it says whether they can be read.
     """
+    if model is not None and not check and (text := text_of(file)) is not None:
+        from lce.engine.sizing import Planning, planned
+
+        n_tokens = n_tokens_of(model, text)
+        made = planned(Planning(model, tokens=n_tokens + QUESTIONS))
+        about = figures.text_object(file, n_tokens, n_tokens + QUESTIONS, made)
+        output.object(about)
+        return output.text(*figures.text_lines(about))
     with output.bar("check", "B") as bar:
         found = lce.info(file, check, progress=bar)
     if isinstance(found, lce.ModelInfo):
@@ -196,13 +204,12 @@ def info(file: str, model: str | None, check: bool, output: Output) -> None:
 @cli.command()
 @options.model_option
 @options.planned_methods_options
-@flag("--tokens N", "Prompt and answer; 2k is 2048.", required=True, type=options.COUNT)
+@flag("--tokens N", "Prompt and answer; 2k is 2048.", type=options.COUNT)
+@flag("--prompt-file -f FILE", "Instead of --tokens: a text, and 1,024 tokens of questions and answers; - is stdin.")
 @flag("--operations", "Also count operations and bytes read, by phase.", dest="counts_operations", is_flag=True)
 @options.planning_options
 @options.json_options
-def plan(
-    model: str, methods: dict[str, Any], tokens: int, counts_operations: bool, planning: dict[str, Any], output: Output
-) -> None:
+def plan(model: str, methods: dict[str, Any], counts_operations: bool, output: Output, **how: Any) -> None:
     """Print the memory and disk that a text of some length takes, and the longest text that fits.
 
     Only config.json of the model is read, or the header of its GGUF file; --dtype auto is the dtype that it names, or
@@ -210,6 +217,10 @@ def plan(
     those of the model: what choosing keys takes is not counted. --operations counts multiply-adds and bytes read of the
     prefill and of the last decode step, by what they are for, beside plain causal attention.
     """
+    tokens, prompt_file, planning = (how[name] for name in ("tokens", "prompt_file", "planning"))
+    if (tokens is None) == (prompt_file is None):
+        raise UsageError("the length is missing or given twice; give --tokens N or --prompt-file FILE, for example 32k")
+    tokens = tokens or n_tokens_of(model, read_text(prompt_file)) + QUESTIONS
     planned = lce.plan(model, tokens=tokens, **methods, **planning)
     counted = lce.operations(model, tokens=tokens, **methods, **planning) if counts_operations else None
     more = {"operations": figures.operations_object(counted)} if counted else {}

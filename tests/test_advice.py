@@ -10,7 +10,7 @@ import pytest
 import lce
 from lce.methods.auto import choice_for
 from tests.checkpoints import save_chat, tokens
-from tests.command import ran, run
+from tests.command import assert_error, ran, run
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|turn|>{% endif %}"
@@ -138,3 +138,31 @@ def test_a_context_keeps_its_method_and_says_so(model: Path, tmp_path: Path) -> 
     again = run("generate", "-m", model, "-c", out, "--method", "auto", "-p", "Why?", "-n", "1")
     assert "the method of" in again.stderr
     assert "is full: for another, read its text again by `lce prefill`" in again.stderr
+
+
+@pytest.mark.parametrize(("n_tokens", "reads", "too_long"), [(200, "full", "none"), (1500, "rerope", "full (2,048)")])
+def test_a_text_is_counted_and_planned(tmp_path: Path, n_tokens: int, reads: str, too_long: str) -> None:
+    """With 1,024 tokens of questions and answers, as `lce prefill` reads it."""
+    model, file = save_chat(tmp_path, TEMPLATE, max_position_embeddings=2048), tmp_path / "text.txt"
+    file.write_text(text_of(lce.load(model), n_tokens) if n_tokens < 400 else "a" * (n_tokens - 1))
+    found = json.loads(ran("info", file, "-m", model, "--json").stdout)
+    expected = choice_for(n_tokens + 1024, 2048).method
+    assert (found["kind"], found["tokens"], found["with_questions"]) == ("text", n_tokens, n_tokens + 1024)
+    assert (found["auto"]["method"], reads in found["reads"], "streaming" in found["reads"]) == (
+        expected,
+        True,
+        reads == "full",
+    )
+    shown = ran("info", "-", "-m", model, stdin=file.read_bytes()).stdout
+    assert named(shown, "method auto is ") == expected
+    assert too_long in shown.splitlines()[-1]
+    planned = ran("plan", "-m", model, "-f", file).stdout
+    assert planned.startswith(f"{n_tokens + 1024:,} tokens, read by full")
+    assert named(planned.replace(", which takes", " takes")) == expected
+
+
+def test_what_is_no_text(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.bin").write_bytes(b"a\0b" * 9)
+    assert_error(run("info", tmp_path / "data.bin", "-m", model), 3, "data.bin")
+    assert_error(run("plan", "-m", model), 2, "give --tokens N or --prompt-file FILE")
+    assert_error(run("plan", "-m", model, "--tokens", "9", "-f", "x"), 2, "given twice")

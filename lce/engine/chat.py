@@ -145,10 +145,7 @@ class Conversation(Unique):
         return found
 
     def use(self, method: str | Method) -> None:
-        """Go on with another method of the same model: the next turn reads all messages anew.
-
-        Raises `UsageError` for a method or a knob that cannot be used, and if the conversation began with a context.
-        """
+        """Go on with another method: the next turn reads all messages anew. Not for a conversation with a context."""
         if self._before:
             raise UsageError(
                 "this conversation continues a context, whose text another method has read; begin a new one"

@@ -18,6 +18,7 @@ from lce.engine.identity import Identity
 from lce.engine.saving import ContextFiles
 from lce.errors import LceError, ModelError, UsageError, WindowWarning, shown
 from lce.methods import registry
+from lce.methods.attending import skips
 from lce.methods.auto import Choice, choice_for
 from lce.methods.base import Method
 from lce.methods.run import Driver
@@ -83,7 +84,7 @@ class Planned:
         return choice_for(n_tokens, self.reach)
 
     def limits(self) -> Mapping[str, int | None]:
-        """Return how many tokens each registered method, with default knobs, reads of this model; None: any number."""
+        """Return how many tokens each registered method, with default knobs, reads whole of this model; None: any."""
         return _limits(self.config, self.reach, self.rope)
 
     def beyond(self, n_tokens: int, remedy: str = REMEDY) -> str | None:
@@ -99,7 +100,7 @@ class Planned:
         return (
             f"{n_tokens:,} tokens are more than the {limit:,} that the method {self.method.label} can read of this "
             f"model (window {self.window:,}), so what it writes behind them is probably wrong; "
-            f"{remedy.format(choice, n_tokens)}; others that read so far: {', '.join(others)}"
+            f"{remedy.format(choice, n_tokens)}; others that read it whole: {', '.join(others)}"
         )
 
     def warn(self, n_tokens: int) -> str | None:
@@ -119,7 +120,8 @@ def _limits(config: ModelConfig, window: int, rope: RopeConfig) -> Mapping[str, 
         try:
             method = registry.make(name)
             if not method.promised("analysis"):
-                found[name] = method.for_model(facts).resolve(window).limit(window, config.sliding_window)
+                method = method.for_model(facts).resolve(window)
+                found[name] = window if skips(method, 2 * window) else method.limit(window, config.sliding_window)
         except LceError:  # a plug-in whose method needs knobs or cannot be imported
             continue
     return found

@@ -101,6 +101,18 @@ def declared(method: Declaring, i: Tensor, layer: int, longest: int, sliding_win
     return parts
 
 
+def skips(method: Declaring, n_tokens: int) -> bool:
+    """Return whether a method never attends some tokens between the first and the last of a text, as `streaming`."""
+    i = torch.tensor([n_tokens - 1])
+    parts = declared(method, i, 0, n_tokens, None)
+    if not parts or any(part.keys == CHOSEN for part in parts):
+        return False
+    seen = 0
+    for start, stop in sorted((int(start), int(stop)) for start, stop in (bounds(part, i) for part in parts)):
+        seen = max(seen, stop) if start <= seen else seen
+    return seen < n_tokens
+
+
 def block_parts(method: Declaring, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
     """Return the indices of the block's queries, and their parts. Without `i [T]` the indices are made on the host."""
     i = torch.arange(step.start, step.stop, step.stride) if i is None else i

@@ -18,6 +18,7 @@ from lce.terminal.output import aligned, plain
 if TYPE_CHECKING:
     from lce import ContextInfo, Generation, Method, ModelInfo, Plan, Stats
     from lce.engine.operations import Operations
+    from lce.engine.setup import Planned
     from lce.methods.costs import PaperFigure
     from lce.methods.knobs import KnobFacts
     from lce.models.config import LayerKind
@@ -100,6 +101,22 @@ def plan_lines(plan: Plan) -> list[str]:
     further = advised if plan.warning is None else f"But {plan.warning}."
     last = [f"It fits. {longest}", *filter(None, [further])] if plan.fits else [f"It does not fit. {longest}"]
     return [asked, "", *aligned(rows), "", *last]
+
+
+def text_object(name: str, n_tokens: int, length: int, made: Planned) -> dict[str, Any]:
+    """Return as JSON how long a text is for a model, `length` with questions and answers, and what reads it whole."""
+    reads = [each for each, most in made.limits().items() if most is None or length <= most]
+    about = {"file": name, "tokens": n_tokens, "with_questions": length, "window": made.reach}
+    advice = {"auto": plain(made.choice(length)), "advice": made.choice(length).line(length, made.reach)}
+    return {"kind": "text", **about, **advice, "reads": reads, "limits": dict(made.limits())}
+
+
+def text_lines(text: dict[str, Any]) -> list[str]:
+    """Format the JSON object of `text_object` as lines of text."""
+    rows = [("text", named(text["file"])), ("tokens", f"{text['tokens']:,}; {text['with_questions']:,} with questions")]
+    others = (f"{name} ({n:,})" for name, n in text["limits"].items() if name not in text["reads"])
+    rows += [("advice", text["advice"]), ("read whole by", ", ".join(text["reads"]))]
+    return aligned([*rows, ("too long for", ", ".join(others) or "none")], str.ljust)
 
 
 def type_text(hint: Any) -> str:

@@ -177,6 +177,13 @@ class Opening:
         return engine, engine.open_context(context_file)
 
 
+def text_of(name: str) -> str | None:
+    """Return the text of a file or, for "-", of stdin; None for a folder, a context file and other data."""
+    if name == "-" or (os.path.isfile(name) and b"\0" not in read_bytes(name)[1][:4096]):
+        return read_text(name)
+    return None
+
+
 def n_tokens_of(model: str, text: str | list[Any]) -> int:
     """Return how many tokens a prompt or a chat's messages have, by the tokenizer of a model; loads no weights."""
     from lce.models.layers import read_config
