@@ -26,7 +26,7 @@ SESSION_HEADER = "x-session-id"
 # The fields of all endpoints on which a prompt depends; those that grow in a conversation are the last.
 _BEFORE = ("model", "method", "method_options", "context", "tools", "system", "instructions")
 _TEXTS = ("messages", "input", "prompt")
-_DROPPED = re.compile(rf'({"|".join(map(re.escape, CHANGING))})[^"\\]*', re.IGNORECASE)  # within JSON
+_DROPPED = re.compile(rf'({"|".join(map(re.escape, CHANGING))})[^"\\]*')  # within JSON
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class History:
             line = f"{self._unread} has nothing that this model can read, which reads text only; add a text to it"
             raise Refusal(400, line, self._unread)
         first, *others = self._messages
-        if first["role"] == "system" and first["content"].lower().startswith(CHANGING):
+        if first["role"] == "system" and first["content"].startswith(CHANGING):
             left = first["content"].partition("\n")[2]
             return [*([{**first, "content": left}] if left or not others else []), *others]
         return self._messages
