@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -126,7 +127,8 @@ class Conversation(Unique):
 
     def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
         """Answer like `ask`, but stream the text. A turn that fails before its answer begins leaves no message."""
-        if options.pop("context", None) is not None:
+        together = self.setup.ranks.together
+        if together(lambda: options.pop("context", None), lambda given: {"context": given is not None}) is not None:
             raise UsageError("a conversation has a context of its own; give one when the conversation is made")
         checked = checked_options(self.setup, self.setup.sampling_for(options))
         self._settle()
@@ -134,8 +136,8 @@ class Conversation(Unique):
         if not isinstance(message, str):  # `render_chat` checks the messages
             new = list(message) if isinstance(message, Sequence | Mapping) else [message]
         said, begun = [*self._past.messages, *new], ends_with_answer(new)
-        render = self.setup.tokenizer.render_chat
-        chat = render(said, following=bool(self._before), continue_final_message=begun)
+        render = partial(self.setup.tokenizer.render_chat, said, following=bool(self._before))
+        chat = together(partial(render, continue_final_message=begun))
         context, ids = self._fit(chat)
         prompt_ids(self.setup, ids, context)
         found = stream(self.setup, ids, replace(checked, context=context), CancelFlag(), self._rest)

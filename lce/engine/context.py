@@ -183,14 +183,14 @@ class Context(Unique):
 
 def new_context(setup: Setup, length: int | str) -> Context:
     """Return an empty context: see `Engine.new_context`."""
-    cache, announced = KVCache.empty(setup.layout), count(length, "length")
+    cache, announced = KVCache.empty(setup.layout), setup.ranks.together(lambda: count(length, "length"))
     reserve(setup, cache, announced)
     return context_of(setup, ContextData(cache, announced=announced))
 
 
 def open_context(setup: Setup, path: str | Path) -> Context:
     """Open a context file: see `Engine.open_context`."""
-    return context_of(setup, setup.files.open(path_of(path)))
+    return context_of(setup, setup.files.open(setup.ranks.together(lambda: path_of(path))))
 
 
 def context_of(setup: Setup, data: ContextData) -> Context:

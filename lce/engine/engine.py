@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, overload
 
@@ -146,8 +147,8 @@ class Engine(Unique):
         With `keep`, the file has that share of the keys and values: see `evict`. The text is then prefilled in memory,
         or within the budgets, as it is after a `context` of which keys were evicted; `checkpoint_every` is refused.
         """
-        asked = FilePrefill(document, path, context, length, checkpoint_every, force, progress, keep)
-        return prefill_file(self.setup, asked)
+        asked = partial(FilePrefill, document, path, context, length, checkpoint_every, force, progress, keep)
+        return prefill_file(self.setup, self.setup.ranks.together(asked))
 
     def evict(self, context: Context, keep: float, *, progress: Progress | bool | None = None) -> Context:
         """Return a new context with the share `keep` of the keys and values of `context`, which stays as it is.
@@ -229,5 +230,5 @@ class Engine(Unique):
         """
         from lce.engine.chat import Conversation
 
-        context = own_context(self.setup, options.pop("context", None))
+        context = self.setup.ranks.together(lambda: own_context(self.setup, options.pop("context", None)))
         return Conversation(self.setup, context=context, rest="answer").ask(messages, **options)

@@ -32,7 +32,7 @@ from lce.errors import UsageError
 from lce.methods.full import Full
 from lce.methods.step import Step
 from lce.methods.wrapped import Observation, Observed
-from lce.progress import Progress, reported
+from lce.progress import Progress, check_progress, reported
 from lce.tokenizer.tokenizer import Tokenizer
 
 CHUNK = 2048  # the most tokens that a pass repeats
@@ -46,7 +46,7 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 
 def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool | None = None) -> Context:
     """Return a new context with the share `keep` of the keys and values of `context`: see `Engine.evict`."""
-    check(setup, keep, given_context(setup, context))
+    setup.ranks.together(lambda: check(setup, keep, given_context(setup, context), progress), lambda _: {"keep": keep})
     n_rows = max(1, round(keep * len(context)))
     if n_rows >= len(context):
         return context.fork()
@@ -63,9 +63,10 @@ def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool
         return context_of(setup, replace(context.data, cache=cache, source=None, saves=set()))
 
 
-def check(setup: Setup, keep: object, context: Context | None) -> None:
+def check(setup: Setup, keep: object, context: Context | None, progress: object = None) -> None:
     """Raise `UsageError` if `keep` is no share, or if no keys of such contexts, or of this one, can be evicted."""
     SHARE(keep, "keep")
+    check_progress(progress)
     method, config = setup.method, setup.model.config
     if type(method) is not Full:
         raise UsageError(f"keys are evicted under the method full alone, and this engine has {method.label}; load full")

@@ -13,7 +13,7 @@ from lce.engine.context import Context, appended, context_of
 from lce.engine.options import Counted, Record, option
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefill_job import PrefillJob
-from lce.engine.running import agreed_ids, append, blocks, prompt_ids, read
+from lce.engine.running import agreed_ids, append, blocks, read
 from lce.engine.saving import Target
 from lce.engine.setup import Setup
 from lce.engine.stream import Stats
@@ -27,8 +27,8 @@ def prefill(
     setup: Setup, document: Prompt, context: Context | None, length: int | str | None, progress: Progress | bool | None
 ) -> Context:
     """Append a document to `context`, or to a new context: see `Engine.prefill`."""
+    ids = agreed_ids(setup, document, context, progress, length=length)
     announced = 0 if length is None else count(length, "length", least=0)
-    ids = agreed_ids(setup, document, context, length=announced)
 
     def work(held: Context) -> Context:
         held.token_ids.extend(ids)
@@ -55,7 +55,8 @@ class FilePrefill(Record):
 
 def prefill_file(setup: Setup, asked: FilePrefill) -> Stats:
     """Prefill a document into a context file: see `Engine.prefill_file`."""
-    context, ids = asked.context, prompt_ids(setup, asked.document, asked.context)
+    context, how = asked.context, {"keep": asked.keep, "checkpoint_every": asked.checkpoint_every}
+    ids = agreed_ids(setup, asked.document, context, asked.progress, path=str(asked.path), length=asked.length, **how)
     check_progress(asked.progress)
     target = Target(asked.path, asked.force, () if context is None else context.data.saves)
     if asked.keep is not None or setup.ranks.count > 1 or (context is not None and context.cache.fixed):
@@ -96,7 +97,7 @@ def _file_from_memory(setup: Setup, ids: list[int], target: Target, asked: FileP
         from lce.engine import eviction
 
         eviction.check(setup, keep, context)
-    target.check()
+    setup.ranks.together(target.check)
     stats, whole = Stats(prompt_tokens=n, read_before=len(context or ())), n if keep is None else 2 * n
     with reported(asked.progress, "prefill") as tell:
         started, held = time.perf_counter(), None if context is None else context.fork()

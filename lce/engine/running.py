@@ -20,7 +20,7 @@ from lce.errors import UsageError
 from lce.methods.run import Driver
 from lce.models.products import Slices
 from lce.models.ranks import ALONE, Facts, Ranks
-from lce.progress import Progress, reported
+from lce.progress import Progress, check_progress, reported
 from lce.system import uses_threads
 from lce.tokenizer.chat import ChatText
 from lce.tokenizer.tokenizer import NoTokenizer
@@ -34,14 +34,18 @@ class _Cancelled(Exception):
 
 def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
     """Check the options of `Engine.generate`. Raises `UsageError` for options that this engine cannot use."""
-    options = generation_options(given)
-    own_context(setup, options.context)
-    options.sampling.check(setup.config.vocab_size)
-    if options.sampling.stop and isinstance(setup.tokenizer, NoTokenizer):
-        raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
-    if options.schema is None and options.grammar is None:
-        return options
-    return replace(options, constraint=setup.vocabulary.constraint(options.schema, options.grammar))
+
+    def check() -> Options:
+        options = generation_options(given)
+        own_context(setup, options.context)
+        options.sampling.check(setup.config.vocab_size)
+        if options.sampling.stop and isinstance(setup.tokenizer, NoTokenizer):
+            raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
+        if options.schema is None and options.grammar is None:
+            return options
+        return replace(options, constraint=setup.vocabulary.constraint(options.schema, options.grammar))
+
+    return setup.ranks.together(check, lambda found: {"schema": repr(found.schema), "grammar": found.grammar})
 
 
 def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> list[int]:
@@ -58,12 +62,13 @@ def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> 
     return ids
 
 
-def agreed_ids(setup: Setup, prompt: object, context: Context | None = None, **how: Any) -> list[int]:
+def agreed_ids(
+    setup: Setup, prompt: object, context: Context | None = None, progress: object = None, **how: Any
+) -> list[int]:
     """Return `prompt_ids`. Ranks raise an error, all of them, unless all have this prompt, context and arguments."""
-    if setup.division is None:
-        return prompt_ids(setup, prompt, context)
 
     def facts_of(ids: list[int]) -> Facts:
+        check_progress(progress)
         held = None if context is None else (len(context), context.cache.length)
         return {"prompt": f"{len(ids)} tokens of SHA-256 {text_hash(ids)[:16]}", "context": held, **how}
 

@@ -52,7 +52,7 @@ def score(
     setup: Setup, token_ids: Prompt, context: Context | None, first: int | None, progress: Progress | bool | None
 ) -> TokenScores:
     """Return the log-probability of each token of a text: see `Engine.score`."""
-    ids, before = agreed_ids(setup, token_ids, context, first=first), 0 if context is None else len(context)
+    ids, before = agreed_ids(setup, token_ids, context, progress, first=first), 0 if context is None else len(context)
     least = 0 if before else 1
     first = least if first is None else count(first, "first", least)
     if first > len(ids):

@@ -188,10 +188,7 @@ class Method:
         return kept[RECENT].shape[::2] == (layout.n_kv_heads, layout.head_dim)
 
     def key_positions(self, indices: Tensor) -> Tensor | None:
-        """Return the positions at which the keys of tokens `indices [T]` are cached; None: keys are unrotated.
-
-        If `access` says `turned`, keys are cached unrotated, and turned to these positions when they are attended.
-        """
+        """Return the positions at which the keys of tokens `indices [T]` are cached; None: keys are unrotated."""
         return indices
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterable[Part]:

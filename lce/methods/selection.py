@@ -209,8 +209,7 @@ class Selection:
     @property
     def access(self) -> AccessPattern:
         sinks, local = self.n_first * self.size, (self.n_local + 1) * self.size
-        placed = self.placement.key_positions(torch.zeros(0, dtype=torch.int64), self.size) is not None
-        turned = placed and self.selector.without_positions
+        turned = self.selector.without_positions and self.placement.key_positions(torch.empty(0), 1) is not None
         return AccessPattern(self.size, sinks=sinks, local=local, per_head=self.share != "layer", turned=turned)
 
     def n_chosen(self, i: Tensor) -> Tensor | None:

@@ -103,8 +103,7 @@ class TurnedKeys:
             number = some.chosen(chunk_ids) if chunk_ids.numel() < index.numel() else index.flatten()
             number = number.unique() if number.is_cpu else number  # on a GPU, a wait
             chunk, place = index.new_full((2, len(some.k) + 1), -1)
-            chunk[index] = torch.arange(n, device=index.device)
-            place[number] = torch.arange(len(number), device=index.device)
+            chunk[index], place[number] = (torch.arange(x, device=index.device) for x in (n, len(number)))
             place[-1] = -1
             k, v = (self.cache.readable(x[number]) for x in (some.k, some.v))
             turn = self.step.once("turn of all chunks", partial(self._turn, 0, n * size, k))

@@ -6,7 +6,7 @@ Logits are compared relative to the largest one: sums over ranks are added in an
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -340,6 +340,48 @@ def test_ranks_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
     assert first[-1] == str(one)
 
 
+def mistaken(group: Any, model: Path, folder: Path) -> list[str]:
+    """What ranks say to calls whose arguments are wrong on the second rank alone. In the end they agree."""
+    second = group.rank() == 1
+    engine = lce.load(model, "full", ranks=group, block=32)
+
+    def given(right: Any, wrong: Any) -> Any:
+        return wrong if second else right
+
+    context, chat, file = engine.prefill(IDS[:40]), engine.conversation(), folder / "mistaken.lce"
+    calls: list[Callable[[], object]] = [
+        lambda: engine.generate(IDS, max_tokens=given(2, -1)),
+        lambda: engine.generate(IDS, **given({}, {"colour": 1})),
+        lambda: engine.stream(IDS, temperature=given(0, "hot")),
+        lambda: engine.generate(IDS, max_tokens=1, context=given(context, "context")),
+        lambda: engine.prefill(IDS, progress=given(None, "bar")),
+        lambda: engine.prefill(IDS, length=given(300, -3)),
+        lambda: engine.score(IDS, progress=given(None, "bar")),
+        lambda: engine.evict(context, given(0.5, 2.0)),
+        lambda: engine.evict(context, 0.5, progress=given(None, "bar")),
+        lambda: engine.prefill_file(IDS, file, keep=given(0.5, 7)),
+        lambda: engine.prefill_file(IDS, given(file, 3)),
+        lambda: engine.prefill_file(given(IDS, [-1]), file),
+        lambda: engine.open_context(given(file, None)),
+        lambda: engine.new_context(given(30, "many")),
+        lambda: chat.ask(given("one", [{"role": "nobody"}]), max_tokens=2),
+        lambda: chat.ask("one", max_tokens=2, context=given(None, context)),
+        lambda: engine.chat("one", max_tokens=2, context=given(None, 5)),
+        lambda: engine.generate(IDS, max_tokens=2, schema=given(None, {"type": "array"})),
+    ]
+    said = [told(call) for call in calls]
+    return [*said, str(engine.generate(IDS, max_tokens=5).token_ids)]
+
+
+def test_what_is_wrong_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    model = save_chat(_made(tmp_path / "chatty"), "{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}")
+    first, second = on_ranks(2, tmp_path, mistaken, model, tmp_path)
+    assert first[-1] == second[-1]
+    for one, other in zip(first[:-1], second[:-1], strict=True):
+        words = one.removeprefix("RankError: rank 1: ")
+        assert (words in other and one != words) or (one == other and " on rank 0 and " in one), (one, other)
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": "bfloat16"},
     "weights": {"weights": "int8"},
@@ -349,6 +391,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rope_factor": {"rope": "ntk", "rope_factor": 8},
     "kv_dtype": {"kv_dtype": "int8"},
     "prefill_method": {"prefill_method": "full"},
+    "method_options": {"method_options": {"chunk_size": 8}},
     "attention": {"attention": "reference"},
 }
 OWN = {
