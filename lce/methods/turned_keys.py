@@ -101,7 +101,8 @@ class TurnedKeys:
         for some in self.cache.tiles(chunk_ids):
             index = some.index[:, :n]  # -1, for a chunk of another round, is the last of one tile more
             number = some.chosen(chunk_ids) if chunk_ids.numel() < index.numel() else index.flatten()
-            number = number.unique() if number.is_cpu else number  # on a GPU, a wait
+            waits = number.is_cpu or self.cache.stack is not None  # for tiles of tiers a GPU was waited for already
+            number = number.unique() if waits else number
             chunk, place = index.new_full((2, len(some.k) + 1), -1)
             chunk[index], place[number] = (torch.arange(x, device=index.device) for x in (n, len(number)))
             place[-1] = -1
