@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import Any
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
@@ -20,22 +19,12 @@ from lce_serve.refusals import Refusal, wrong
 from lce_serve.tools import Tools
 
 MOST_GUIDE = 1 << 17  # characters of a grammar, and choices
-# Fields that would change an answer and that nothing here does, each with the values that ask for nothing.
-_UNDONE: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "logits_processors": ([],),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (False, -1),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "modalities": ([], ["text"]),
-    "guided_whitespace_pattern": (),
-    "whitespace_pattern": (),
-    "structural_tag": (),
-}
+# Fields that would change an answer and that nothing here does; a value that is false or empty asks for nothing.
+_UNDONE = (
+    *("suffix", "use_beam_search", "bad_words", "allowed_token_ids", "logits_processors", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "include_stop_str_in_output", "guided_whitespace_pattern", "whitespace_pattern"),
+    *("structural_tag", "best_of", "skip_special_tokens", "modalities"),
+)
 _INNER = "structured_outputs."
 _GUIDES = {  # the kinds of grammars, each with the fields that have one
     "json": ("guided_json", "json_schema", f"{_INNER}json"),
@@ -48,10 +37,10 @@ _GUIDES = {  # the kinds of grammars, each with the fields that have one
 
 def refuse_undone(fields: Fields) -> None:
     """Refuse a field that would change the answer and that this server does not obey."""
-    inner = fields.inner("structured_outputs")
-    for part, undone in ((fields, {**_UNDONE, "best_of": (1, fields.body.get("n"))}), (inner, _UNDONE)):
-        for name, nothing in undone.items():
-            if part.has(name) and part.body[name] not in nothing:
+    usual = {"best_of": (1, fields.body.get("n")), "skip_special_tokens": (True,), "modalities": (["text"],)}
+    for part in (fields, fields.inner("structured_outputs")):
+        for name in _UNDONE:
+            if part.has(name) and part.body[name] not in usual.get(name, (False, "", [], -1)):
                 raise Refusal(400, f"{part.name(name)} is not supported; leave it out", part.name(name))
 
 
