@@ -185,7 +185,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
     if getattr(method.budget if isinstance(method, Pages) else method, "top_p", None) is not None:
         method = _changed(method, top_p=None)
         yield "without top_p", method
-    knob, size, beside = _budget(method)
+    knob, size, beside = budget_of(method)
     if knob is None:
         return
     least, factor = lce.methods.settings(method)[knob], 1
@@ -196,7 +196,7 @@ def _wider(method: Method, window: int, length: int) -> Iterator[tuple[str, Meth
         yield f"{factor} times the budget", _changed(method, **{knob: least * factor})
 
 
-def _budget(method: Method) -> tuple[str | None, int, int]:
+def budget_of(method: Method) -> tuple[str | None, int, int]:
     """Return the knob that sets a method's budget, the tokens per unit of this knob, and those attended beside them."""
     if isinstance(method, Quest | Pages):
         return "budget", 1, 0
@@ -215,7 +215,7 @@ def _moved(method: Method, window: int) -> Iterator[tuple[str, Method]]:
             yield placement, replace(method, placement=cast("Placement", Placement.kinds[placement]()))
         elif "placement" not in {each.name for each in fields(method)}:
             size = max(1, window // 32) if isinstance(method, ESA) else method.choices[1]
-            knob, unit, beside = _budget(method)
+            knob, unit, beside = budget_of(method)
             attended = beside + (0 if knob is None else unit * int(lce.methods.settings(method)[knob]))
             knobs = {"chunk_size": size, "budget": min(window, max(3 * size, attended))}
             yield placement, lce.methods.make("oracle", {**knobs, "placement": placement}).resolve(window)

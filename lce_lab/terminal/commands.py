@@ -135,6 +135,39 @@ def _row(probe: Probe) -> tuple[str, ...]:
 
 @click.command()
 @options.model_option
+@flag("--prompt-file -f FILE", "The UTF-8 text that is asked about; - is stdin.", required=True)
+@flag("--prompt -p TEXT", "The question, as for `lce generate`.", required=True)
+@flag("--expect TEXT", "What a right answer has in it.", required=True)
+@flag("--fact TEXT", "A part of the text that the answer depends on.  [default: --expect]")
+@flag("--chat", "Ask in the model's chat format.", is_flag=True)
+@flag("--max-tokens -n TOKENS", "Tokens of an answer at most.", type=options.COUNT, default=64)
+@options.planned_methods_options
+@options.loading_options
+@options.output_options
+def check(
+    model: str, methods: dict[str, Any], loading: dict[str, Any], output: Output, prompt_file: str, **asked: Any
+) -> None:
+    """Find out why an answer about a text is wrong, in about the time of two readings, and what to try next.
+
+    The method reads the text and answers. If the answer lacks what is expected, full attention is asked about a part of
+    the text within the window: where it fails too, the method is not the cause. Else the text is beyond what the
+    method reads, or the chunks with the fact were not chosen, or the fact is seen at distances that do not suit.
+    """
+    from lce_lab.eval.check import Question
+    from lce_lab.eval.check import check as find
+
+    words = {"text": read_text(prompt_file), "question": asked["prompt"], "expect": asked["expect"]}
+    how = Question(**words, fact=asked["fact"] or asked["expect"], chat=asked["chat"], max_tokens=asked["max_tokens"])
+    with output.noting(WindowWarning), output.bar("read", " tok") as bar:
+        found = find(model, how, methods, progress=bar, tell=lambda x: output.figures(f"lce: {x}"), **loading)
+    output.object(found)
+    width = max(map(len, found.answers))
+    output.text(*(f"{name:{width}}  {answer!r}" for name, answer in found.answers.items()), "", found.reason)
+    output.text(*(f"try {each}" for each in found.next))
+
+
+@click.command()
+@options.model_option
 @flag("--text -t FILE", "A UTF-8 text to learn from; - is stdin.", dest="text_file", required=True)
 @options.target_options("out", "The map file to write.")
 @flag("--low-dim N", "Dimensions of a token's low-dimensional key.", type=options.COUNT, default=128)

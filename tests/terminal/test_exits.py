@@ -171,7 +171,7 @@ def test_a_source_tree_names_its_commands(tmp_path: Path) -> None:
 
 
 def test_our_tree_has_the_commands_of_server_and_laboratory() -> None:
-    names = "bench calibrate eval explain inspect leaderboard recommend reproduce serve trace".split()
+    names = "bench calibrate check eval explain inspect leaderboard recommend reproduce serve trace".split()
     found = plugins(GROUP)
     assert set(names) <= set(found)
     assert all(isinstance(found[name].load(), click.Command) for name in names)
