@@ -124,6 +124,24 @@ def test_a_reading_that_takes_too_long_is_left(tiny_model: Path, monkeypatch: py
     assert ended[-1] < 150, "of 300 tokens"
 
 
+@pytest.mark.parametrize(("seconds_a_token", "read"), [(1e-3, [16, 16, 64]), (1.0, [16, 16])])
+def test_a_slow_model_reads_few_tokens_first(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, seconds_a_token: float, read: list[int]
+) -> None:
+    now, seen, prefill = [0.0], list[int](), module.lce.Engine.prefill
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow(engine: module.lce.Engine, ids: list[int], **how: Any) -> Any:
+        seen.append(len(ids))
+        now[0] += seconds_a_token * len(ids)
+        return prefill(engine, ids, **how)
+
+    monkeypatch.setattr(module.lce.Engine, "prefill", slow)
+    recommend(str(tiny_model), seconds=60.0, task="code", window=256, candidates=SOME)
+    assert seen[: len(read)] == read
+    assert now[0] <= 60.0
+
+
 def test_a_slow_model_is_asked_nothing(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first small reading says that no method's text would end in time."""
     told = list[str]()
