@@ -142,13 +142,13 @@ def _either(text: str) -> Found:
 
 
 def _mistral(text: str) -> Found:
-    """Read a list of objects, or `NAME[ARGS]{...}`, which `[TOOL_CALLS]` may separate."""
-    if "[ARGS]" not in text:
-        yield from read_json(text)
-        return
+    """Read a list of objects, or `NAME[CALL_ID]ID[ARGS]{...}`, without some of the marks, separated by another one."""
     for each in text.split("[TOOL_CALLS]"):
-        name, _, given = each.partition("[ARGS]")
-        yield name.strip().partition("[CALL_ID]")[0], json.loads(given)
+        name, brace, given = each.partition("{")
+        if name.strip(" \n["):
+            yield name.partition("[")[0].strip(), json.loads(brace + given)
+        else:
+            yield from read_json(each)
 
 
 def _gemma(text: str) -> Found:

@@ -148,6 +148,8 @@ WRITTEN = [
     "<function=w><parameter=city>Oslo</parameter></function>",
     '[TOOL_CALLS][{"name": "w", "arguments": {"city": "Oslo"}}]',
     '[TOOL_CALLS]w[ARGS]{"city": "Oslo"}',
+    '[TOOL_CALLS]w[CALL_ID]a1b2c3d4e[ARGS]{"city": "Oslo"}',
+    '[TOOL_CALLS] w{"city": "Oslo"}',
     '<|python_tag|>{"name": "w", "parameters": {"city": "Oslo"}}',
     '{"name": "w", "parameters": {"city": "Oslo"}}',
     "<start_function_call>call:w{city:<escape>Oslo<escape>}<end_function_call>",
@@ -170,7 +172,13 @@ def read(text: str, step: int, *, cut: bool = False) -> tuple[str, list[tuple[st
 @pytest.mark.parametrize("text", WRITTEN)
 def test_calls_are_read_in_the_forms_that_models_write(text: str, step: int) -> None:
     assert read(text, step) == ("", [("w", {"city": "Oslo"})])
-    other = text.replace('"w"', '"x"').replace("=w>", "=x>").replace("call:w", "call:x").replace("w[ARGS]", "x[ARGS]")
+    other = (
+        text.replace('"w"', '"x"')
+        .replace("=w>", "=x>")
+        .replace("call:w", "call:x")
+        .replace("]w", "]x")
+        .replace("] w", "] x")
+    )
     assert read(other, step) == (other, []), "a call of no known tool is text"
 
 
