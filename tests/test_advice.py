@@ -40,7 +40,10 @@ def named(text: str, before: str = "--method auto takes ") -> str:
 TWICE = {"rope": "linear", "rope_factor": 2.0}
 
 
-@pytest.mark.parametrize(("length", "scaling"), [(W, {}), (W + 1, {}), (7 * W, {}), (2 * W, TWICE), (2 * W + 1, TWICE)])
+SLOW = pytest.param(2 * W, TWICE, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("length", "scaling"), [(W, {}), (W + 1, {}), (7 * W, {}), SLOW, (2 * W + 1, TWICE)])
 def test_all_say_the_same(model: Path, tmp_path: Path, length: int, scaling: dict[str, Any]) -> None:
     expected, flags = choice_for(length, W * int(scaling.get("rope_factor", 1))).method, list[str]()
     for key, value in scaling.items():
