@@ -19,7 +19,7 @@ from lce.terminal import figures, options
 from lce.terminal.chat import ChatLoop, chat_prompt_options, chat_sampling
 from lce.terminal.exits import INTERRUPTED, Root, keep_interrupts, leave, prepare_streams, report_failure
 from lce.terminal.options import flag
-from lce.terminal.output import Output, empty_or_unasked, generation_line, note, plain, prefill_line
+from lce.terminal.output import Output, generation_line, note, plain, prefill_line, unasked
 from lce.terminal.reading import Opening, ends, n_tokens_of, read_text, text_of
 
 _LEVELS = f"{', '.join(levels.NAMES)}, or all that a wheel has; repeatable.  [default: this processor's]"
@@ -79,6 +79,8 @@ def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, o
     if isinstance(prompt, str):
         how["sampling"] = options.seeded(sampling)
     engine, context = opening.load(prompt, how["max_tokens"])
+    if hint := unasked(prompt, engine.tokenizer):
+        output.figures(hint)
     with output.noting(), output.bar("prefill", " tok") as bar:
         asked: lce.Context | lce.Conversation
         if isinstance(prompt, str):
@@ -97,8 +99,8 @@ def generate(opening: Opening, prompt: str | list[Any], save: options.NewFile, o
         asked.save(save.path, force=save.force)
     if output.json:
         output.object({**figures.generation_object(stream.result, engine.method), "context": save.path})
-    if hint := empty_or_unasked(prompt, stream.result.text, engine.tokenizer):
-        output.figures(hint)
+    if not stream.result.text.strip():
+        output.figures("lce: the answer is empty")
     output.figures(generation_line(stream.result.stats))
 
 

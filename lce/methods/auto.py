@@ -31,8 +31,8 @@ class Choice:
 
     def line(self, length: int | None, window: int) -> str:
         """Return what is printed where `auto` stands for this choice, for texts of `length` tokens."""
-        texts = "texts of any length" if length is None else f"{length:,} tokens"
-        return f"method {AUTO} is {self.spelled} for {texts} and a window of {window:,}: {self.reason}"
+        texts = "texts of any length" if length is None else f"up to {length:,} tokens, prompt and answer together,"
+        return f"method {AUTO} is {self.spelled} for {texts} with a window of {window:,}: {self.reason}"
 
 
 # What SmolLM2-135M found of facts in essays: docs/findings.md. `lce recommend` measures the same on another model.

@@ -192,16 +192,14 @@ def memory_text(stats: "Stats", peaks: Mapping[str, int] | None = None) -> str:
 
 
 def _traffic_text(traffic: "Traffic") -> str:
-    """Return the traffic of one tier, such as `93% of 1,024 pages found, 12.0 MiB in, 1.5 GiB out`."""
+    """Return the traffic of one tier, such as `93% of 1,024 page requests met, 12.0 MiB read in, 1.5 GiB moved out`."""
     requests = traffic.hits + traffic.misses
-    hits = f"{traffic.hits / requests:.0%} of {requests:,} pages found, " if requests else ""
+    hits = f"{traffic.hits / requests:.0%} of {requests:,} page requests met, " if requests else ""
     early = f" ({traffic.early:,} ahead of need)" if traffic.early else ""
-    return f"{hits}{size_text(traffic.bytes_in)} in, {size_text(traffic.bytes_out)} out{early}"
+    return f"{hits}{size_text(traffic.bytes_in)} read in, {size_text(traffic.bytes_out)} moved out{early}"
 
 
-def empty_or_unasked(prompt: str | list[Any], answer: str, tokenizer: "Tokenizer") -> str:
-    """Return a line for an empty answer, or for a prompt that does not use the model's chat template; else ""."""
+def unasked(prompt: str | list[Any], tokenizer: "Tokenizer") -> str:
+    """Return a hint if a prompt does not use the model's chat template; else ""."""
     template = isinstance(prompt, str) and tokenizer.chat_template is not None and not tokenizer.has_control(prompt)
-    parts = [] if answer.strip() else ["the answer is empty"]
-    parts += ["the model has a chat template, and --chat uses it"] if template else []
-    return f"lce: {'; '.join(parts)}" if parts else ""
+    return "lce: the prompt is continued as it stands; --chat asks this model to answer it" if template else ""

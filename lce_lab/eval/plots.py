@@ -270,7 +270,7 @@ def _labelled(figure: Figure, axes: Axes, what: str, title: str) -> Figure:
 
 def _title(table: Table, *, model: bool = True) -> str:
     text = f"{table.title}: {table.model}" if model else table.title
-    return f"{text}\n(does not discriminate)" if table.discriminates is False else text
+    return f"{text}\n(cannot rank methods)" if table.discriminates is False else text
 
 
 def _wrapped(method: str, most: int = 22) -> str:

@@ -100,10 +100,10 @@ class Table:
         if reason := fails(top):
             good = [place[1] for place, cell in self.ceilings.items() if fails(cell.score) is None]
             beyond = f" beyond {max(good):,} tokens" if good else ""
-            notes = [f"The task does not discriminate{beyond}: {reason}, at {length:,} tokens within the window."]
+            notes = [f"The task cannot rank methods{beyond}: {reason}, at {length:,} tokens within the window."]
         lengths = [each for each in self.lengths if not reason or self.ceiling_at(each) is not top]
         reasons = {each: self._says_little(each) for each in lengths}
-        return notes + [f"{each:,} tokens do not discriminate: {why}." for each, why in reasons.items() if why]
+        return notes + [f"At {each:,} tokens it cannot rank methods: {why}." for each, why in reasons.items() if why]
 
     @property
     def discriminates(self) -> bool | None:
@@ -162,7 +162,7 @@ def fails(ceiling: Score) -> str | None:
 def says_little(scores: Sequence[Score], ceiling: Score) -> str | None:
     """Return why methods' scores at one length do not distinguish the methods; None if they do."""
     all_reach = len(scores) > 1 and all(score.high >= ceiling.mean for score in scores)
-    return fails(ceiling) or ("every method has the score of `full` within the window" if all_reach else None)
+    return fails(ceiling) or ("no method is measurably below `full` within the window" if all_reach else None)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ MOST_GENERATED = 4096
 MOST_MARKS = 32  # The largest number of marked places in a text.
 UNITS = 32  # For a method that chooses no chunks, full attention's weights are summed over pieces of 1/32 window.
 
+PIECE, MOST_SHORT = 2048, 8192  # tokens read to estimate the time; of the shortest text of which it is estimated
+LONGER = 2.0  # Recording a text takes so many times as long as the first piece would suggest: later tokens attend more.
+
 Recording = dict[str, Any]
 Progress = Callable[[str, int, int], None]  # called with the stage, the units done and their total
 Check = Callable[[], None]  # called often; an error that it raises ends the run
@@ -105,12 +108,12 @@ class Recorder:
         *,
         progress: Progress = lambda stage, done, total: None,
         check: Check = lambda: None,
-        expect: Callable[[int], None] = lambda n_bytes: None,
+        expect: Callable[[int, float], None] = lambda n_bytes, seconds: None,
     ) -> Recording:
         """Record the request's prompt under each method. `check` is called often and can end the call by an error.
 
-        Before all work `expect` is called with the recording's estimated bytes. Raises `UsageError` for an invalid
-        request, and `CapacityError` if the recorded data takes, or by far would take, too much memory.
+        Before all work `expect` is called with the recording's estimated bytes and seconds. Raises `UsageError` for an
+        invalid request, and `CapacityError` if the recorded data takes, or by far would take, too much memory.
         """
         if not methods:
             raise UsageError("no method is given; expected one of `lce methods`, or several")
@@ -121,10 +124,20 @@ class Recorder:
             observer = text.observer(request, check, self.most_bytes)
             observed = Observed(make(method) if isinstance(method, str) else method, observer)
             prepared.append((self.engine_of(observed), observer))
-        expect(sum(observer.expected_bytes(engine, request.max_tokens) for engine, observer in prepared))
+        n_bytes = sum(observer.expected_bytes(engine, request.max_tokens) for engine, observer in prepared)
+        expect(n_bytes, sum(self._seconds(ids, engine.method) for engine, _ in prepared))
         return text.recording(
             self.engine, str(self.model), request, [_run(*each, request, text, progress) for each in prepared]
         )
+
+    def _seconds(self, ids: Sequence[int], method: Method) -> float:
+        """Estimate the seconds that a recording takes, by the prefill of a piece; 0 for a short text."""
+        if len(ids) < MOST_SHORT:
+            return 0.0
+        assert isinstance(method, Observed)
+        engine, began = self.engine_of(method.inner), time.perf_counter()
+        engine.prefill(ids[:PIECE]).close()
+        return LONGER * len(ids) / PIECE * (time.perf_counter() - began)
 
 
 def record(

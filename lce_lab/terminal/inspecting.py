@@ -26,6 +26,7 @@ from lce_lab.stages import bars
 
 Prompt = dict[str, str | None]  # the options that give a prompt, by name
 NOTED = 64 << 20  # The least bytes of a recording about which a note is printed before the work.
+LONG_S = 10.0  # The least seconds of one.
 # The arguments of `lce inspect` that have no effect with --live.
 NOT_LIVE = ("path", "force", "json_file", "marks", "max_tokens", "spread", "judge", "names", "knobs")
 
@@ -56,7 +57,7 @@ def write_recording(
         new_file(json_file, out.force)
     request = RecordingRequest(read_prompt(**prompt), **what)
     with output.noting(), bars(output.bar) as progress:
-        recording = Recorder(model, **loading).record(request, methods, progress=progress, expect=_note_size)
+        recording = Recorder(model, **loading).record(request, methods, progress=progress, expect=_note_costs)
     for run in recording["runs"]:
         stats, text = run["stats"], "".join(each["text"] for each in run["generated"])
         times = f"prefill {stats['prefill_s']:.2f} s, recorded in {stats['recorded_s']:.2f} s"
@@ -73,10 +74,11 @@ def write_recording(
         output.figures(f"{named(out.path)}: {size_text(n_bytes)}{more}")
 
 
-def _note_size(n_bytes: int) -> None:
-    if n_bytes > NOTED:
+def _note_costs(n_bytes: int, seconds: float) -> None:
+    if n_bytes > NOTED or seconds > LONG_S:
+        time = f"in about {max(10, round(seconds, -1)):,.0f} s, " if seconds else ""
         size = f"{size_text(n_bytes)} of JSON"
-        note(f"{size} will be recorded, half of it as a page; --spread 50, larger chunks give less")
+        note(f"{time}{size} will be recorded, half of it as a page; --spread 50, larger chunks give less")
 
 
 def serve_live(

@@ -55,7 +55,7 @@ def _tasks(tables: Sequence[Table], length: int) -> list[str]:
         if top and not says_little and all(found):
             told.append(table)
         scores = ["" if x is None else f"{x.score.mean:.2f}" for x in found]
-        title = f"`{table.title}`{' (does not discriminate)' if says_little else ''}"
+        title = f"`{table.title}`{' (cannot rank methods)' if says_little else ''}"
         rows.append([title, f"{top.mean:.2f}" if top else "", *scores])
     if len(told) > 1:
         means = {name: fmean(table.cells[name, length].score.mean for table in told) for name in methods}

@@ -174,7 +174,7 @@ class SuiteRun:
             own = scores.get(length, top)
             reason = None if own is None else says_little([score for score in found if score], own)
             if reason:
-                self.output.text(f"{task.name} does not discriminate at {length:,}: {reason}")
+                self.output.text(f"{task.name} at {length:,} tokens cannot rank methods: {reason}")
             for cell in self.objects[first:]:
                 cell["discriminates"] = None if own is None else reason is None
 

@@ -67,7 +67,7 @@ def test_a_prefill_is_for_the_longer_of_prompt_and_length(tiny_model: Path, tmp_
         expected = choice_for(max(length, n_tokens), window).spelled
         asked = ("--model", tiny_model, "--method", "auto", "--length", str(length), "--prompt", prompt)
         result = run("prefill", *asked, "--out", out, "--force")
-        assert f"method auto is {expected} for {max(length, n_tokens):,} tokens" in result.stderr
+        assert f"method auto is {expected} for up to {max(length, n_tokens):,} tokens" in result.stderr
 
 
 def test_where_auto_means_nothing(tiny_model: Path) -> None:

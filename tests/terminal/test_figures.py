@@ -33,7 +33,7 @@ def test_closing_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = Stats(memory={"device": 1 << 20, "host": 0, "disk": 4096}, traffic={"device": traffic})
     assert output.memory_text(stats, {"process": 9 << 20}) == (
         "cache: device 1.0 MiB, disk 4.0 KiB | peak memory: process 9.0 MiB | "
-        "device 93% of 1,000 pages found, 12.0 MiB in, 1.5 GiB out (5 ahead of need)"
+        "device 93% of 1,000 page requests met, 12.0 MiB read in, 1.5 GiB moved out (5 ahead of need)"
     )
     nothing = "cache: device 0 B | peak memory: process 1 B"
     assert output.memory_text(Stats(memory={"device": 0}), {"process": 1}) == nothing

@@ -82,7 +82,9 @@ def test_tasks_that_do_not_discriminate_say_why(tmp_path: Path) -> None:
 
     assert (fine := table(*[1.0] * 19, 0.0)).discriminates
     assert fine.ceiling == (500, fine.ceilings["full", 500].score)
-    assert fine.notes == ["1,024 tokens do not discriminate: every method has the score of `full` within the window."]
+    assert fine.notes == [
+        "At 1,024 tokens it cannot rank methods: no method is measurably below `full` within the window."
+    ]
     assert "not clearly above chance (0.00)" in table(*[0.0] * 20).notes[0]
     assert "not clearly above chance (0.60)" in table(*[0.65] * 20, chance=0.6).notes[0]
     assert "`full` fails itself, with 0.40" in table(*[1.0] * 8, *[0.0] * 12).notes[0]
@@ -96,7 +98,7 @@ def test_lengths_within_the_window_have_their_own_ceiling(tmp_path: Path) -> Non
     assert (table.ceiling[0], [table.ceiling_at(n).mean for n in (256, 500, 1024)]) == (500, [1.0, 0.0, 0.0])
     assert [table.tells(n) for n in (256, 1024)] == [True, False]
     (note,) = table.notes
-    assert note.startswith("The task does not discriminate beyond 256 tokens: `full` scores 0.00, ")
+    assert note.startswith("The task cannot rank methods beyond 256 tokens: `full` scores 0.00, ")
 
 
 def test_a_method_holds_to_the_last_length_before_it_first_fails(tmp_path: Path) -> None:

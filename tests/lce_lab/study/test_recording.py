@@ -122,7 +122,13 @@ def test_a_model_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_the_size_is_estimated_before_the_work(tiny_model: Path, method: Any) -> None:
     told: list[int] = []
-    how: dict[str, Any] = {"max_tokens": 3, "spread": 50, "last": 4, "check": lambda: told[0], "expect": told.append}
+    how: dict[str, Any] = {
+        "max_tokens": 3,
+        "spread": 50,
+        "last": 4,
+        "check": lambda: told[0],
+        "expect": lambda *each: told.append(each[0]),
+    }
     found = len(json.dumps(record(tiny_model, [method], 3 * TEXT, **how)["runs"][0]["segments"]))
     assert 0.5 * found < told[0] < 2 * found, (told, found)
     few = Recorder(tiny_model, most_bytes=told[0] // 3)
@@ -148,3 +154,15 @@ def test_a_recording_behind_a_context_is_the_end_of_the_whole_one(tiny_model: Pa
     generated = record_after(None, engine, drawn, "tiny")["runs"][0]["generated"]
     expected = engine.generate(ids, max_tokens=6, temperature=1.0, seed=3, logprobs=0)
     assert [each["logprob"] for each in generated] == [round(x.logprob, 4) for x in expected.logprobs or []]
+
+
+def test_the_time_of_a_long_text_is_estimated_before_the_work(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lce_lab.study.recording.PIECE", 16)
+    monkeypatch.setattr("lce_lab.study.recording.MOST_SHORT", 64)
+    told: list[float] = []
+    for n_tokens in (60, 80):
+        how: dict[str, Any] = {"expect": lambda n_bytes, seconds: told.append(seconds), "max_tokens": 1}
+        record(tiny_model, ["longheads"], tokens(n_tokens), **how)
+    assert told[0] == 0 < told[1]

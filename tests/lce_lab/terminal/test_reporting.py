@@ -59,7 +59,7 @@ def test_several_tasks_stand_side_by_side(tmp_path: Path) -> None:
         "| task | `full` within the window | `full` | `quest` |\n"
         "| --- | ---: | ---: | ---: |\n"
         "| `made` | 1.00 | 1.00 | 0.00 |\n"
-        "| `hard` (does not discriminate) | 0.00 | 1.00 | 0.00 |\n"
+        "| `hard` (cannot rank methods) | 0.00 | 1.00 | 0.00 |\n"
         "| `other` | 1.00 | 1.00 | 0.00 |\n"
         "| mean of 2 |  | 1.00 | 0.00 |"
     )
@@ -134,7 +134,7 @@ def test_eval_report_of_selections(tmp_path: Path) -> None:
 def test_a_task_that_does_not_discriminate_has_scores(tmp_path: Path) -> None:
     lines = [line(i, 0.0, length=length) for i in range(4) for length in (512, 1024)]
     shown = run("eval", "report", file(tmp_path / "record", *lines)).stdout
-    assert all(x in shown for x in ("| `full` | 0.00 (0.00–0.49) | 0.00 (0.00–0.49) |", "does not discriminate"))
+    assert all(x in shown for x in ("| `full` | 0.00 (0.00–0.49) | 0.00 (0.00–0.49) |", "cannot rank methods"))
 
 
 def test_eval_report_refuses_what_is_no_record(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
     assert [row.split()[0] for row in rows] == ["passkey"] * 4 + ["common_words"] * 4
     assert rows[0].split()[1:3] == ["full,", "ceiling"]
     assert "100.0%" in rows[0], "the demo model finds a pass key within 256 tokens"
-    why = "every method has the score of `full` within the window"
-    assert rows[3] == f"passkey does not discriminate at 300: {why}"
+    why = "no method is measurably below `full` within the window"
+    assert rows[3] == f"passkey at 300 tokens cannot rank methods: {why}"
     assert all(row.split()[4].endswith("%") for row in rows[5:7]), "a score is shown even if it says little"
-    assert "common_words does not discriminate at 300: `full` " in rows[7]
+    assert "common_words at 300 tokens cannot rank methods: `full` " in rows[7]
     (word,) = [line for line in result.stderr.splitlines() if line.startswith("lce: note: common_words: `full` ")]
     assert all(x in word for x in ("in 2 samples at 2", "scores beyond it say little; ask another --task"))
     lines = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
