@@ -12,6 +12,7 @@ from lce.errors import CapacityError, UsageError
 from lce.methods import LongHeads, make
 from lce_lab.study.recording import Recorder, RecordingRequest, record, record_after, spans_of_marks, token_texts
 from lce_lab.study.run_observer import RunObserver
+from tests.checkpoints import tokens
 from tests.lce_lab.study.recorded import always_of, choices_of
 
 METHOD = LongHeads(chunk_size=4, chunks=6)
