@@ -111,9 +111,10 @@ def _why(found: Recommendation) -> str:
     if found.chosen != found.usual:
         alike = "; of those that find as many it reads least a token" if found.alike[1:] else ""
         return f"{asked} in {texts} tell it apart from {usual}, which --method auto takes{alike}"
-    others = [each.choice.spelled for each in found.alike if each.choice != found.usual]
-    same = f", nor apart from it {', '.join(others)}" if others else ""
-    return f"--method auto takes it for {texts}, and {asked} tell none apart as better{same}"
+    others = ", ".join(each.choice.spelled for each in found.alike if each.choice != found.usual)
+    worse = f"{asked} tell all others apart as worse" if found.probes[1:] else "no other was asked"
+    more = f"{asked} cannot tell {others} apart from it" if others else worse
+    return f"--method auto takes it for {texts}, and {more}"
 
 
 def _named(choice: Choice) -> dict[str, Any]:
