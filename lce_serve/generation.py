@@ -23,6 +23,7 @@ from lce_serve.tools import Tools
 DEFAULT_TOKENS = 4096  # the most tokens of an answer whose request gives no limit
 LEAST_TOKENS = 16  # while memory is short, a limit is not lowered below this
 REMEDY = 'give "method": "{0.method}", which lce takes for this length'  # what a refusal says of the other method
+AGAIN = 'make the named context anew, by the "method": "{0.method}", which lce takes for this length'
 COMPILE_S = 10.0  # seconds that the grammar of a request may take
 
 
@@ -179,7 +180,7 @@ class _Submission:
         begun: dict[tuple[int, ...], list[int]] = {}  # the numbers of the streams of each prompt
         for prompt in self._prompts:
             ids = prompt if isinstance(prompt, list) else engine.tokenizer.encode_parts(prompt)
-            most = room(engine, before + len(ids), asked.max_tokens)
+            most = room(engine, before + len(ids), asked.max_tokens, AGAIN if before else REMEDY)
             same = begun.setdefault(tuple(ids), [])
             for _ in range(asked.n):
                 options = dict(given)
@@ -247,12 +248,12 @@ def engine_for(batch: Any, method: str | None, options: dict[str, Any] | None) -
         raise Refusal(400, " ".join(str(error).split()), "method") from None
 
 
-def room(engine: Any, n_prompt: int, given: int | None) -> int:
+def room(engine: Any, n_prompt: int, given: int | None, remedy: str = REMEDY) -> int:
     """Return the most tokens of an answer, lowered to what the method can read behind the prompt, but at least one.
 
     Refuses a prompt that is longer than the method can read.
     """
-    if (warning := engine.setup.beyond(n_prompt, REMEDY)) is not None:
+    if (warning := engine.setup.beyond(n_prompt, remedy)) is not None:
         raise Refusal(400, warning, "messages", TOO_LONG)
     most, limit = DEFAULT_TOKENS if given is None else given, engine.setup.readable
     return most if limit is None else max(1, min(most, limit - n_prompt))

@@ -19,7 +19,7 @@ from lce.sizes import size_text
 from lce_serve.answering import common, openai_options
 from lce_serve.conversation import prompt_or_messages, rendered, variables_of
 from lce_serve.fields import Fields
-from lce_serve.generation import beginning, room
+from lce_serve.generation import AGAIN, REMEDY, beginning, room
 from lce_serve.refusals import Refusal
 from lce_serve.service import Record, Service
 from lce_serve.sse import Gone, unless_gone
@@ -45,7 +45,7 @@ async def inspect(service: Service, request: Request, fields: Fields) -> Respons
             ids = tokenizer.encode_parts(text)
         else:
             ids = tokenizer.encode(prompt, bos=None if context is None else False)
-        most = room(engine, before + len(ids), n)
+        most = room(engine, before + len(ids), n, AGAIN if before else REMEDY)
         cut = max(len(ids) - LAST, 0 if before else 1)
         if cut >= len(ids):
             raise Refusal(400, "the prompt is too short; expected two tokens or more", "prompt")

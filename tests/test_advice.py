@@ -71,7 +71,7 @@ def test_all_say_the_same(model: Path, tmp_path: Path, length: int, scaling: dic
     in_chat = choice_for(n_chat + 1, engine.setup.reach).method
     for each in (talk, by_messages):
         assert named(each.stderr, "method auto is ") == in_chat
-        assert f"for {n_chat + 1:,} tokens" in each.stderr
+        assert f" {n_chat + 1:,} tokens" in each.stderr
     if expected != "full":
         with pytest.warns(lce.WindowWarning) as caught:
             engine.prefill(tokens(length))
@@ -94,6 +94,9 @@ def refused(engine: lce.Engine, length: int) -> str:
         refusal = client.post("/v1/completions", json=body)
         name = named(refusal.json()["error"]["message"], 'give "method": "')
         answer = client.post("/v1/completions", json={**body, "method": name})
+        assert client.post("/contexts", json={"name": "book", "prompt": "Hello there"}).status_code == 200
+        continued = client.post("/v1/completions", json={**body, "context": "book"}).json()["error"]["message"]
+        assert "make the named context anew, by the " in continued
     assert (refusal.status_code, answer.status_code) == (400, 200), answer.text
     return name
 
