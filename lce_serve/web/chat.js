@@ -78,9 +78,10 @@
       return;
     }
     document.title = `${props.model_alias} · lce`;
-    get("about").textContent = `${props.model_alias} · window of ${number(props.window)} tokens`;
+    const reads = props.n_ctx === null ? "texts of any length" : `up to ${number(props.n_ctx)} tokens`;
+    get("about").textContent = `${props.model_alias} · reads ${reads}`;
     const options = props.methods.map((name) => el("option", { value: name }, name));
-    get("method").replaceChildren(el("option", { value: "" }, "the server's"), ...options);
+    get("method").replaceChildren(el("option", { value: "" }, "the default"), ...options);
     [get("key").hidden, get("main").hidden] = [true, false];
   }
 
@@ -149,7 +150,6 @@
           : [{ role: "assistant", content: turn.answer, reasoning_content: turn.thought }]),
       ]);
     else body.prompt = asked.map((turn, i) => text(turn, i) + (turn.answer ?? "")).join("\n");
-    if (temperature) body.seed = Math.floor(Math.random() * 2 ** 31); // so that the answer can be watched
     if (get("context").value) body.context = get("context").value;
     else if (get("method").value) body.method = get("method").value;
     return body;
@@ -191,6 +191,7 @@
       }
     });
     get("question").focus();
+    showForm();
   }
 
   async function answer(turn, shown, signal) {
@@ -212,13 +213,19 @@
       turn.tokens += 1;
       if (turn.tokens === 1) busy(true, "answering …");
       const { talk } = shown,
-        follows = talk.scrollTop + talk.clientHeight > talk.scrollHeight - 40;
+        follows = talk.scrollTop + talk.clientHeight > talk.scrollHeight - 40,
+        below = isBelow();
       shown.thought.hidden = !turn.thought;
       if (thought) shown.thought.append(thought);
       shown.node.appendData(text ?? "");
       if (follows) talk.scrollTop = talk.scrollHeight;
+      if (!below) showForm();
     }
   }
+
+  /** Whether the form below the conversation ends below the window. */
+  const isBelow = () => get("ask").getBoundingClientRect().bottom > innerHeight + 40; // a line more is none
+  const showForm = () => get("ask").scrollIntoView({ block: "nearest" });
 
   /** Put a turn into the conversation. */
   function show({ question }) {
@@ -232,6 +239,7 @@
       talk = get("talk");
     talk.append(article);
     talk.scrollTop = talk.scrollHeight;
+    showForm();
     return { node, thought, said, figures, article, talk };
   }
 
@@ -245,9 +253,9 @@
     if (n > 1 && last > first) words.push(`${((1000 * (n - 1)) / (last - first)).toFixed(1)} tokens/s`);
     if (first) words.push(`first after ${((first - sent) / 1000).toFixed(1)} s`);
     const cached = usage?.prompt_tokens_details?.cached_tokens;
-    if (usage) words.push(`${number(cached ?? 0)} of ${number(usage.prompt_tokens)} prompt tokens cached`);
+    if (usage) words.push(`${number(cached ?? 0)} of ${number(usage.prompt_tokens)} prompt tokens read before`);
     if (stopped) words.push("stopped");
-    else if (turn.reason === "length") words.push("ended by the limit of tokens");
+    else if (turn.reason === "length") words.push(`cut at ${lce.some(turn.body.max_tokens, "token")}`);
     figures.append(words.join(" · "), " ");
     const onclick = () => watch(turn, n);
     if (n) figures.append(el("button", { type: "button", class: "plain", onclick }, "Watch what it attended"));

@@ -269,9 +269,10 @@ def test_a_document_is_asked_over_turns_and_answered_as_by_the_api(
         assert answers(shown)[number] == expected
         assert len(set(expected.split())) > 1
         asked.append({"role": "assistant", "content": expected})
+    assert shown.value("document.getElementById('about').textContent") == "tiny · reads up to 4,096 tokens"
     figures = shown.value(f"[...{TALK}.querySelectorAll('.figures')].map(each => each.textContent)")
     assert "tokens/s" in figures[0]
-    cached, n = re.search(r"(\d+) of (\d+) prompt tokens cached", figures[1]).groups()  # type: ignore[union-attr]
+    cached, n = re.search(r"(\d+) of (\d+) prompt tokens read before", figures[1]).groups()  # type: ignore[union-attr]
     assert 100 < int(cached) < int(n), "the document was not read again"
     assert shown.value("document.getElementById('question').value") == ""
     click(shown, "#new")
@@ -282,8 +283,10 @@ def test_a_document_is_asked_over_turns_and_answered_as_by_the_api(
 def test_a_long_answer_is_stopped_and_the_conversation_goes_on(shown: Page, service: Service) -> None:
     with_options(service, logit_bias={77: 100})  # it never ends
     busy = f"{TALK}.querySelector('.answer').ariaBusy"
+    shown.resize(900, 620)
     send(shown, "go on", tokens=3000)
-    shown.wait(f"{TALK}.querySelector('.answer').textContent.length > 20")
+    shown.wait(f"{TALK}.scrollHeight > {TALK}.clientHeight")  # the conversation has more lines than it shows
+    assert shown.value("document.getElementById('ask').getBoundingClientRect().bottom <= innerHeight + 1")
     assert shown.value(busy) == "true"
     click(shown, "#stop")
     shown.wait(IDLE)
@@ -328,7 +331,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_is_kept_for_the_tab(browser: B
             assert found.value("document.getElementById('main').hidden")
             fill(found, "key-text", key)
             click(found, "#key button")
-            shown = "'missing or wrong'" if key == "wrong" else "'window of'"
+            shown = "'missing or wrong'" if key == "wrong" else "'reads '"
             found.wait(f"document.getElementById('about').textContent.includes({shown})")
         found.go(f"{address}/")
         found.wait(IDLE)
