@@ -167,7 +167,7 @@ class Batch(Unique):
             raise UsageError("this batch runs in the process that made it; make another one here")
         setup = self.setup_of(method, knobs)
         start = own_context(setup, context)
-        options = seeded(checked_options(setup, {"max_tokens": 1} if given is None else given))
+        options = seeded(checked_options(setup, {"max_tokens": 1} if given is None else given, prompt))
         chat = prompt if isinstance(prompt, ChatText) else None
         ids = prompt_ids(setup, prompt, start)
         request = Request(setup, chat, ids, options, start, given is None, hand_over)
@@ -221,7 +221,7 @@ class Batch(Unique):
 def answers(setup: Setup, prompts: Prompts, options: Mapping[str, Any]) -> list[Generation]:
     """Return the answers to several prompts, for `Engine.generate`."""
     context = checked_options(setup, options).context
-    all_ids = [prompt_ids(setup, each, context) for each in prompts]
+    read = [each if isinstance(each, ChatText) else prompt_ids(setup, each, context) for each in prompts]
     setup.check_undivided("a list of prompts", "give them one by one")
-    with Batch(setup, min(len(all_ids), SHARED_ROWS), len(all_ids), reuse=False) as batch:
-        return [stream.finish() for stream in [batch.stream(ids, **options) for ids in all_ids]]
+    with Batch(setup, min(len(read), SHARED_ROWS), len(read), reuse=False) as batch:
+        return [stream.finish() for stream in [batch.stream(each, **options) for each in read]]

@@ -130,7 +130,8 @@ class Conversation(Unique):
         together = self.setup.ranks.together
         if together(lambda: options.pop("context", None), lambda given: {"context": given is not None}) is not None:
             raise UsageError("a conversation has a context of its own; give one when the conversation is made")
-        checked = checked_options(self.setup, self.setup.sampling_for(options))
+        given = self.setup.sampling_for(options)
+        checked = checked_options(self.setup, given)
         self._settle()
         new: list[Any] = [{"role": "user", "content": message}]
         if not isinstance(message, str):  # `render_chat` checks the messages
@@ -138,6 +139,8 @@ class Conversation(Unique):
         said, begun = [*self._past.messages, *new], ends_with_answer(new)
         render = partial(self.setup.tokenizer.render_chat, said, following=bool(self._before))
         chat = together(partial(render, continue_final_message=begun))
+        if chat.thinking is not None:
+            checked = checked_options(self.setup, given, chat)
         context, ids = self._fit(chat)
         prompt_ids(self.setup, ids, context)
         found = stream(self.setup, ids, replace(checked, context=context), CancelFlag(), self._rest)

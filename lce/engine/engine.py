@@ -70,7 +70,7 @@ class Engine(Unique):
             from lce.engine.batch import answers
 
             return answers(self.setup, prompt, options)
-        checked = checked_options(self.setup, options)
+        checked = checked_options(self.setup, options, prompt)
         return stream(self.setup, prompt, checked, CancelFlag(), rest="nothing").finish()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
@@ -80,11 +80,11 @@ class Engine(Unique):
         answer so far stays in `context`. No other call may use `context` until the stream ends. Any thread may end the
         stream early: see `Stream.cancel` and `Stream.close`.
         """
-        return stream(self.setup, prompt, checked_options(self.setup, options), CancelFlag())
+        return stream(self.setup, prompt, checked_options(self.setup, options, prompt), CancelFlag())
 
     def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncStream:
         """Generate like `stream`, for `async for`. The stream's own thread does the work once the loop starts."""
-        checked = checked_options(self.setup, options)
+        checked = checked_options(self.setup, options, prompt)
         return AsyncStream(lambda flag: stream(self.setup, prompt, checked, flag))
 
     def batch(

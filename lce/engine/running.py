@@ -32,8 +32,11 @@ class _Cancelled(Exception):
     """An exception that ends the prefill of a cancelled stream; `_pieces` catches it."""
 
 
-def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
-    """Check the options of `Engine.generate`. Raises `UsageError` for options that this engine cannot use."""
+def checked_options(setup: Setup, given: Mapping[str, Any], prompt: object = None) -> Options:
+    """Check the options of `Engine.generate`. Raises `UsageError` for options that this engine cannot use.
+
+    A schema or a grammar begins behind the thought with which the answer to `prompt`, a rendered chat, may begin.
+    """
 
     def check() -> Options:
         options = generation_options(given)
@@ -43,7 +46,8 @@ def checked_options(setup: Setup, given: Mapping[str, Any]) -> Options:
             raise UsageError("stop is given, but this checkpoint has no tokenizer, so there is no text; leave it out")
         if options.schema is None and options.grammar is None:
             return options
-        return replace(options, constraint=setup.vocabulary.constraint(options.schema, options.grammar))
+        vocabulary = setup.vocabulary.behind(prompt.thinking if isinstance(prompt, ChatText) else None)
+        return replace(options, constraint=vocabulary.constraint(options.schema, options.grammar))
 
     return setup.ranks.together(check, lambda found: {"schema": repr(found.schema), "grammar": found.grammar})
 

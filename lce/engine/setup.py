@@ -81,7 +81,7 @@ class Planned:
 
     def choice(self, n_tokens: int | None) -> Choice:
         """Return what the method `auto` is for a text of `n_tokens` (None: of any length) and this model."""
-        return choice_for(n_tokens, self.reach)
+        return choice_for(None if n_tokens is None else count(n_tokens, "n_tokens", least=0), self.reach)
 
     def limits(self) -> Mapping[str, int | None]:
         """Return how many tokens each registered method, with default knobs, reads whole of this model; None: any."""

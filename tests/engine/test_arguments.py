@@ -82,6 +82,8 @@ class Face:
             "Setup.using": (self.engine.setup.using, {"method": "full"}),
             "Setup.observed": (self.engine.setup.observed, {"observer": TraceObserver()}),
             "Setup.beyond": (self.engine.setup.beyond, {"n_tokens": 3}),
+            "Setup.choice": (self.engine.setup.choice, {"n_tokens": 3}),
+            "Setup.limits": (self.engine.setup.limits, {}),
             "Engine.new_context": (self.engine.new_context, {"length": 3}),
             "Setup.rope_of": (self.engine.setup.rope_of, {"length": 3}),
             "Context.save": (self.context.save, {"path": path}),

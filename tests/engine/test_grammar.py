@@ -48,6 +48,19 @@ def test_an_answer_follows_a_schema(engine: lce.Engine, way: str) -> None:
     assert (found.finish_reason, set(json.loads(found.text))) == ("stop", {"ok", "n"})
 
 
+@pytest.mark.parametrize("way", ["generate", "list", "chat", "batch"])
+def test_a_schema_begins_behind_the_thought(tmp_path: Path, way: str) -> None:
+    thinks = TEMPLATE + "{% if add_generation_prompt %}<think>\n{% else %}</think>{% endif %}"
+    engine = lce.load(save_chat(tmp_path, thinks, max_position_embeddings=512), threads=1)
+    text = engine.tokenizer.render_chat(MESSAGES)
+    asks = WAYS | {
+        "generate": lambda engine, **how: engine.generate(text, **how),
+        "list": lambda engine, **how: engine.generate([text, text], **how)[1],
+    }
+    how = {"max_tokens": 3, "temperature": 0}
+    assert asks[way](engine, schema=SCHEMA, **how).token_ids == asks[way](engine, **how).token_ids
+
+
 def test_an_answer_follows_a_grammar(engine: lce.Engine) -> None:
     assert engine.generate("Is it so?", grammar='start: "yes" | "no"').text in ("yes", "no")
 
