@@ -83,7 +83,7 @@ def recommend(model: str, loading: dict[str, Any], output: Output, **how: Any) -
     from lce_lab.eval.recommend import recommend as ask
     from lce_lab.eval.report import fails
 
-    with output.noting(WindowWarning), output.bar("ask", " s") as bar:
+    with output.noting(WindowWarning), output.bar("seconds of asking", "") as bar:
         found = ask(model, progress=bar, tell=lambda line: output.figures(f"lce: {line}"), **how, **loading)
     length, why = f"{found.length:,}", _why(found)
     if found.ceiling is not None and (reason := fails(found.ceiling.score)):
