@@ -248,4 +248,4 @@ def test_encoding_a_long_text_holds_up_no_other_thread(made: dict[str, Tokenizer
     took = time.perf_counter() - began
     ended.set()
     thread.join(10)
-    assert max(gaps) < max(0.1, took / 2)
+    assert max(gaps) < max(0.25, took * 0.6)
