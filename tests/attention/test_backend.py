@@ -72,7 +72,7 @@ def test_a_tile_is_attended_once_however_many_queries_chose_it() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n_threads", [1, 2, 3])
+@pytest.mark.parametrize("n_threads", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_tile_does_not_depend_on_the_tiles_beside_it(name: str, dtype: torch.dtype, n_threads: int) -> None:
     """To the bit: memory budgets decide which tiles come together."""
     backend = backends()[name]()

@@ -278,6 +278,7 @@ TIERED = [("longheads", "64KiB"), ("quest", "64KiB")]
 
 
 @pytest.mark.parametrize(("name", "budget"), [*((name, None) for name in EVERY), *TIERED])
+@pytest.mark.covering("name")
 def test_a_truncated_context_goes_on(tiny_model: Path, tmp_path: Path, name: str, budget: str | None) -> None:
     spill: dict[str, Any] = {} if budget is None else {"kv_host_budget": budget, "spill_dir": tmp_path}
     engine = lce.load(tiny_model, EVERY[name], block=BLOCK, **spill)

@@ -119,7 +119,7 @@ def same_state(one: lce.Context, other: lce.Context) -> None:
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dca", "quest", "rerope")]
 
 
-@pytest.mark.parametrize("name", ["full", "longheads", *SLOW])
+@pytest.mark.parametrize("name", ["full", pytest.param("longheads", marks=pytest.mark.slow), *SLOW])
 @pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
 def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a pretended GPU, whose graphs hold operators over memory and nothing of Python."""

@@ -112,6 +112,7 @@ def go_on(straight: tuple[lce.Engine, lce.Context], saved: tuple[lce.Engine, lce
 
 
 @pytest.mark.parametrize(("name", "budget", "kv_dtype"), pairs(IN_TIERS, [None, SMALL], ["auto", "int8"]), ids=str)
+@pytest.mark.covering("name")
 def test_saving_opening_and_going_on_equals_never_having_stopped(
     name: str, budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -512,7 +513,9 @@ def evil_cases(document: Path) -> Iterator[tuple[str, Change]]:
                 yield f"{name}: {other.dtype} {tuple(other.shape)}", tensors(name, to=other)
 
 
-@pytest.mark.parametrize("name", [SLOW_IN_TIERS, "esa", "infllm", "quest", "longheads, int8"])
+@pytest.mark.parametrize(
+    "name", [SLOW_IN_TIERS, "esa", pytest.param("infllm", marks=pytest.mark.slow), "quest", "longheads, int8"]
+)
 def test_a_forged_file_is_an_error_or_changes_nothing(name: str, tiny_model: Path, tmp_path: Path) -> None:
     name, _, kv_dtype = name.partition(", ")
     engine, document = load(tiny_model, name, kv_dtype=kv_dtype or "auto"), tmp_path / "document.lce"

@@ -22,6 +22,7 @@ WALKED = [
     *("infllm block_size=4 repr_tokens=2 top_k=3 sinks=4 local=16", "reattention span=4 top_k=3 local=8"),
     f"delta method=esa:compress=pca:{ESA.replace(' ', ':')} every=8 dense_up_to=0",
 ]
+EVERYDAY = ("rerope", "self_extend local=8 group", "longheads", "esa", "infllm", "delta")
 STEPS = ("read", "read", "read", "cut", "cut", "fork", "cancel", "answer", "interrupt", "evict")
 
 
@@ -61,7 +62,9 @@ def stepped(engine: lce.Engine, context: lce.Context, step: str, chance: random.
 
 
 @pytest.mark.parametrize(("n_steps", "every"), [(24, 3), pytest.param(800, 20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("spelled", WALKED)
+@pytest.mark.parametrize(
+    "spelled", [pytest.param(each, marks=() if each.startswith(EVERYDAY) else pytest.mark.slow) for each in WALKED]
+)
 def test_a_context_saves_and_goes_on_after_any_walk(
     tiny_model: Path, tmp_path: Path, spelled: str, n_steps: int, every: int
 ) -> None:

@@ -209,7 +209,7 @@ HISTORIES: dict[str, tuple[str, list[Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HISTORIES)
 def test_a_history_is_read_whatever_it_holds(ask: Ask, name: str, stream: bool) -> None:
     api, messages, seen = HISTORIES[name]
@@ -269,7 +269,7 @@ FIRST_LINES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", FIRST_LINES)
 def test_a_first_system_line_that_only_changes_is_dropped(ask: Ask, case: str, stream: bool) -> None:
     api, body = FIRST_LINES[case]

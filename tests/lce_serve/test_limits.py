@@ -56,8 +56,9 @@ def test_a_limit_larger_than_what_is_left_is_lowered(
     reason, n_prompt, n_said = ended(form, answer.json())
     assert reason in ("length", "max_tokens", "max_output_tokens")
     assert n_prompt + n_said == WINDOW
-    streamed = small.post(path, json={**prompt, name: limit, "stream": True})
-    assert (streamed.status_code, "error" in streamed.text.replace('"error":null', "")) == (200, False)
+    if limit == WINDOW:
+        streamed = small.post(path, json={**prompt, name: limit, "stream": True})
+        assert (streamed.status_code, "error" in streamed.text.replace('"error":null', "")) == (200, False)
 
 
 def test_a_prompt_that_fills_the_window_gets_a_token_and_a_longer_one_its_own_count(small: TestClient) -> None:

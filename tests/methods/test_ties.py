@@ -42,7 +42,9 @@ def repeated(seed: int, heads: tuple[int, int], n: int, dim: int = 16) -> tuple[
     return tuple(x[:, token] for x in vectors(seed, *heads, 3 * SIZE, dim))
 
 
-@pytest.mark.parametrize("case", TIED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=pytest.mark.slow if i % 2 else ()) for i, each in enumerate(TIED)]
+)
 def test_of_equal_chunks_the_later_is_attended_in_any_blocks(case: str) -> None:
     name, _, text = case.partition(" ")
     knobs, n, truth = as_knobs(text), 133, None

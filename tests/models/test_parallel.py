@@ -312,6 +312,7 @@ def apart(group: Any, folder: Path) -> list[str]:
     return [*found, str(answers)]
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
     """Other weights of one shape would answer garbage; other prompts would end in an error of gloo."""
     for seed, name in enumerate(("one", "other")):

@@ -6,22 +6,23 @@ from typing import Any
 import pytest
 
 import lce
-from lce.methods import DualChunk, Full, LongHeads, Method
+from lce.methods import DualChunk, Full, LongHeads
 from tests.checkpoints import tokens
 from tests.pretended import Gpus
 
 METHODS = {"full": Full(), "longheads": LongHeads(chunk_size=8, chunks=4), "dca": DualChunk(chunk_size=16)}
 GPU: dict[str, Any] = {"device": "cuda", "attention": "torch", "block": 32}
-each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def answer(engine: lce.Engine, context: lce.Context) -> list[int]:
     return engine.generate(tokens(5, 1), max_tokens=4, context=context).token_ids
 
 
-@each_method
-def test_says_what_it_says_on_the_cpu(gpus: Gpus, tiny_model: Path, method: Method) -> None:
-    prompt = tokens(90)
+@pytest.mark.parametrize(
+    "name", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("longheads", "dca"))]
+)
+def test_says_what_it_says_on_the_cpu(gpus: Gpus, tiny_model: Path, name: str) -> None:
+    prompt, method = tokens(90), METHODS[name]
     cpu, gpu = lce.load(tiny_model, method, device="cpu", block=32), lce.load(tiny_model, method, **GPU)
     assert (gpu.logits(prompt).cpu() - cpu.logits(prompt)).abs().max() <= 1e-3
     assert answer(gpu, gpu.prefill(prompt)) == answer(cpu, cpu.prefill(prompt))
