@@ -142,10 +142,9 @@ class Opening:
     ) -> "tuple[lce.Engine, lce.Context | None]":
         """Return an engine, and the context opened from the context file; without a file, an engine and None.
 
-        With a file, the engine has the file's options, overridden by those of the command line. Without a file, the
-        default method is `full`, and `auto` chooses for the tokens of `text`, a prompt or messages, and `more`, but at
-        least for `least` tokens. Without `text`, `auto` is `full` until a chat chooses. Raises an error for options
-        that contradict the file.
+        With a file, the engine has the file's options but for those of the command line, which may not contradict it.
+        Without, the method is `full` by default, and `auto` chooses for the tokens of `text`, a prompt or messages, and
+        `more`, but at least for `least` tokens; without `text` it is `full` until a chat chooses.
         """
         if self.context_file is not None:
             return self._opened(self.context_file)
