@@ -30,14 +30,6 @@ def other_file(folder: Path) -> Path:
         raise ModelError(f"{named(folder)} {fault}") from None
 
 
-def adapter_in(folder: Path) -> str | None:
-    """Return what the LoRA adapter in a folder is, None if there is none."""
-    if not os.path.isfile(file := folder / "adapter_config.json"):
-        return None
-    base = object_of(read_file(file), file).get("base_model_name_or_path")
-    return f"a LoRA adapter of {shown(base)}" if base else "a LoRA adapter"
-
-
 def weights_in(names: Sequence[str], where: str) -> str:
     """Return the file of `names` that has all weights: `model.safetensors`, the index, or the only safetensors file.
 

@@ -16,13 +16,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lce.errors import ModelError, UsageError
+from lce.errors import ModelError, UsageError, shown
 from lce.files import MAX_FILE_BYTES, named, object_of, open_regular, path_of, read_file
 from lce.progress import notice
 from lce.tokenizer.gguf import end_ids, tokenizer_files
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
-from lce.weights.folder import CONFIG, GENERATION, MERGE, OTHER_PURPOSE, VOCABULARIES, adapter_in
+from lce.weights.folder import CONFIG, GENERATION, MERGE, OTHER_PURPOSE, VOCABULARIES
 from lce.weights.gguf_file import SHARD, GgufFile, read_gguf
 from lce.weights.gguf_keys import SAMPLING, decimal
 from lce.weights.gguf_model import model_in
@@ -55,7 +55,7 @@ class Source:
         """The fields of config.json."""
         if (raw := self.read(CONFIG)) is not None:
             return object_of(raw, self.where(CONFIG))
-        if (adapter := adapter_in(self.path)) is not None:
+        if (adapter := _adapter_in(self.path)) is not None:
             raise ModelError(f"{named(self.path)} is {adapter}, not a model; {MERGE}")
         is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
         fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
@@ -73,7 +73,7 @@ class Source:
     def checkpoint(self) -> Checkpoint:
         """The weights, with checked headers."""
         found = Checkpoint.open(self.path)
-        if adapter := adapter_in(self.path):
+        if adapter := _adapter_in(self.path):
             notice(f"{adapter} is left out; to apply it, {MERGE}")
         return found
 
@@ -223,6 +223,14 @@ def _models_of(ggufs: list[Path]) -> list[Path]:
         return ggufs
     notice(f"{', '.join(file.name for file in others)} is left out: lce loads the model that reads text, as it is")
     return [file for file in ggufs if file not in others]
+
+
+def _adapter_in(folder: Path) -> str | None:
+    """Return what the LoRA adapter in a folder is, None if there is none."""
+    if not os.path.isfile(file := folder / "adapter_config.json"):
+        return None
+    base = object_of(read_file(file), file).get("base_model_name_or_path")
+    return f"a LoRA adapter of {shown(base)}" if base else "a LoRA adapter"
 
 
 def _smollm2() -> Path:
