@@ -49,8 +49,6 @@ def checked_options(setup: Setup, given: Mapping[str, Any], prompt: object = Non
         vocabulary = setup.vocabulary.behind(prompt.thinking if isinstance(prompt, ChatText) else None)
         return replace(options, constraint=vocabulary.constraint(options.schema, options.grammar))
 
-    if setup.ranks.count == 1:
-        return check()
     return setup.ranks.together(check, lambda found: {"schema": repr(found.schema), "grammar": found.grammar})
 
 
