@@ -35,7 +35,7 @@ def post(body: bytes, path: str, *headers: str, length: int | None = None) -> by
 def broken_json(chance: random.Random) -> bytes:
     good, size = json.dumps(GOOD).encode(), chance.randrange(60)
     cut = [good[:size], good[:size] + b"\x00" + good[size + 1 :], good + b"}", b'{"a":' * 20]
-    none = [b"", b"NaN", b"[Infinity]", b'"\\ud800"', b"nul", b"\xef\xbb\xbf{}", b"1e999999", b"{'a': 1}"]
+    none = [b"", b"NaN", b"[Infinity]", b'"\\ud800"', b"nul", b"1e999999", b"{'a': 1}"]
     return post(chance.choice([*cut, *none, b"[" + b"9" * 10_000 + b"]"]), chance.choice(POSTS))
 
 
