@@ -91,7 +91,6 @@ def _tools(fields: Fields) -> Tools:
 
 
 _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}  # the kinds of items of text, and of their parts
-
 _LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}
 
 

@@ -471,17 +471,18 @@ class Staged(MethodState):
         self._next = (value, 0)
 
     def commit(self, n_tokens: int = 0) -> None:
-        last = max((n for _, n in self._points), default=0)
-        is_point = n_tokens - self._held[1] > 1 or n_tokens - last >= n_tokens // 16
+        before = self._held[1]
         self._next = (self._next[0], n_tokens)
         super().commit(n_tokens)
-        if is_point:
-            self._add_point()
+        self._add_point(before)
 
-    def _add_point(self) -> None:
+    def _add_point(self, before: int = 0) -> None:
         """Make a point of the present tensor if it is on the grid; give up a point if there are too many then."""
         (value, n_tokens), points = self._held, self._points
-        if value is None or not self.grid or n_tokens % self.grid or n_tokens <= max((n for _, n in points), default=0):
+        if value is None or not self.grid or n_tokens % self.grid:
+            return
+        new = n_tokens - (points[-1][1] if points else 0)
+        if new <= 0 or (n_tokens == before + 1 and new < n_tokens // 16):  # the last token was generated
             return
         points = (*points, (value.clone(), n_tokens))
         n_bytes = sum(x.nbytes for x, _ in points if x is not None)

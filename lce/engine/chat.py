@@ -127,7 +127,7 @@ class Conversation(Unique):
 
     def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
         """Answer like `ask`, but stream the text. A turn that fails before its answer begins leaves no message."""
-        together = self.setup.ranks.together
+        together = self.setup.together
         if together(lambda: options.pop("context", None), lambda given: {"context": given is not None}) is not None:
             raise UsageError("a conversation has a context of its own; give one when the conversation is made")
         given = self.setup.sampling_for(options)

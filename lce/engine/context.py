@@ -183,14 +183,14 @@ class Context(Unique):
 
 def new_context(setup: Setup, length: int | str) -> Context:
     """Return an empty context: see `Engine.new_context`."""
-    cache, announced = KVCache.empty(setup.layout), setup.ranks.together(lambda: count(length, "length"))
+    cache, announced = KVCache.empty(setup.layout), setup.together(lambda: count(length, "length"))
     reserve(setup, cache, announced)
     return context_of(setup, ContextData(cache, announced=announced))
 
 
 def open_context(setup: Setup, path: str | Path) -> Context:
     """Open a context file: see `Engine.open_context`."""
-    return context_of(setup, setup.files.open(setup.ranks.together(lambda: path_of(path))))
+    return context_of(setup, setup.files.open(setup.together(lambda: path_of(path))))
 
 
 def context_of(setup: Setup, data: ContextData) -> Context:
@@ -208,7 +208,7 @@ def reserve(setup: Setup, cache: KVCache, length: int) -> None:
         cache.reserve(n_rows)
 
     try:
-        promise() if setup.division is None else setup.ranks.together(promise, lambda _: {"length": length})
+        setup.together(promise, lambda _: {"length": length})
     except BaseException:
         ALLOWANCE.give_back(cache, before)
         raise

@@ -148,7 +148,7 @@ class Engine(Unique):
         or within the budgets, as it is after a `context` of which keys were evicted; `checkpoint_every` is refused.
         """
         asked = partial(FilePrefill, document, path, context, length, checkpoint_every, force, progress, keep)
-        return prefill_file(self.setup, self.setup.ranks.together(asked))
+        return prefill_file(self.setup, self.setup.together(asked))
 
     def evict(self, context: Context, keep: float, *, progress: Progress | bool | None = None) -> Context:
         """Return a new context with the share `keep` of the keys and values of `context`, which stays as it is.
@@ -230,5 +230,5 @@ class Engine(Unique):
         """
         from lce.engine.chat import Conversation
 
-        context = self.setup.ranks.together(lambda: own_context(self.setup, options.pop("context", None)))
+        context = self.setup.together(lambda: own_context(self.setup, options.pop("context", None)))
         return Conversation(self.setup, context=context, rest="answer").ask(messages, **options)

@@ -46,7 +46,7 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 
 def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool | None = None) -> Context:
     """Return a new context with the share `keep` of the keys and values of `context`: see `Engine.evict`."""
-    setup.ranks.together(lambda: check(setup, keep, given_context(setup, context), progress), lambda _: {"keep": keep})
+    setup.together(lambda: check(setup, keep, given_context(setup, context), progress), lambda _: {"keep": keep})
     n_rows = max(1, round(keep * len(context)))
     if n_rows >= len(context):
         return context.fork()

@@ -97,7 +97,7 @@ def _file_from_memory(setup: Setup, ids: list[int], target: Target, asked: FileP
         from lce.engine import eviction
 
         eviction.check(setup, keep, context)
-    setup.ranks.together(target.check)
+    setup.together(target.check)
     stats, whole = Stats(prompt_tokens=n, read_before=len(context or ())), n if keep is None else 2 * n
     with reported(asked.progress, "prefill") as tell:
         started, held = time.perf_counter(), None if context is None else context.fork()

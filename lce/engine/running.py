@@ -49,7 +49,7 @@ def checked_options(setup: Setup, given: Mapping[str, Any], prompt: object = Non
         vocabulary = setup.vocabulary.behind(prompt.thinking if isinstance(prompt, ChatText) else None)
         return replace(options, constraint=vocabulary.constraint(options.schema, options.grammar))
 
-    return setup.ranks.together(check, lambda found: {"schema": repr(found.schema), "grammar": found.grammar})
+    return setup.together(check, lambda found: {"schema": repr(found.schema), "grammar": found.grammar})
 
 
 def prompt_ids(setup: Setup, prompt: object, context: Context | None = None) -> list[int]:
@@ -76,7 +76,7 @@ def agreed_ids(
         held = None if context is None else (len(context), context.cache.length)
         return {"prompt": f"{len(ids)} tokens of SHA-256 {text_hash(ids)[:16]}", "context": held, **how}
 
-    return setup.ranks.together(lambda: prompt_ids(setup, prompt, context), facts_of)
+    return setup.together(lambda: prompt_ids(setup, prompt, context), facts_of)
 
 
 def seeded(options: Options, ranks: Ranks = ALONE) -> Options:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ from lce.methods.step import ModelFacts
 from lce.methods.wrapped import Observed, Observer
 from lce.models.config import ModelConfig, RopeConfig
 from lce.models.layers import Model
-from lce.models.ranks import ALONE, Division, Ranks
+from lce.models.ranks import ALONE, Division, Facts, Ranks
 from lce.models.rope import Rope
 from lce.sizes import count
 from lce.system import give_back_freed_memory
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lce.engine.grammar import Vocabulary
     from lce.engine.graph import CudaTape
 
+T = TypeVar("T")
 INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # the folders of lce and torch
 # The sampling of a conversation with a model that recommends none, by trials with SmolLM2-135M-Instruct. Without a
 # penalty the model repeated sentences without end, at temperature 0.7 too. A repetition penalty counts the words of the
@@ -68,6 +69,10 @@ class Planned:
     def ranks(self) -> Ranks:
         """The processes that share the model."""
         return self.division.ranks if self.division else ALONE
+
+    def together(self, work: Callable[[], T], facts_of: Callable[[T], Facts] = lambda found: {}) -> T:
+        """Return `work()` as `Ranks.together` does; without other ranks nothing is exchanged."""
+        return work() if self.division is None else self.division.ranks.together(work, facts_of)
 
     @property
     def readable(self) -> int | None:

@@ -27,7 +27,7 @@ from lce.tokenizer.thinking import MARKS
 
 LARGEST_FILE = 64 << 20  # The most bytes of a tokenizer.json or tokenizer.model. Gemma 3's has 33 MB.
 BYTES_A_TOKEN = 1024  # The most bytes of such a file per token of the vocabulary. Published files have about 130.
-_CALLS = (  # marks of calls, which many vocabularies call special
+_CALLS = (  # the marks of lce_serve/forms.py, which many vocabularies call special
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<|tool_call>"),
     *("<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"),
 )
