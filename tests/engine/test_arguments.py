@@ -34,6 +34,7 @@ FOR_ENGINES = {
     "go_back",
     "check_undivided",
     "warn",
+    "together",
     "sampling_for",
 }  # what engines call
 Q = torch.ones(2, 3, 4)
