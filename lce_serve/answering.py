@@ -15,13 +15,21 @@ import lce
 from lce_serve.choices import Delta, Ended
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Run, begin
-from lce_serve.guided import refuse_undone
 from lce_serve.refusals import Refusal, refusal_of
 from lce_serve.service import Record, Service
 from lce_serve.sse import EventStream, event, unless_gone
 
 MOST_CHOICES = 8
 MOST_SAID = 4096  # characters of the header that names what is not enforced
+# Fields that would change an answer and that nothing here does; a value that is false or empty asks for nothing.
+_UNDONE = (
+    *("suffix", "use_beam_search", "bad_words", "allowed_token_ids", "logits_processors", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "include_stop_str_in_output", "best_of", "skip_special_tokens", "modalities"),
+)
+_GRAMMARS = (  # what other servers call a grammar
+    *("guided_json", "guided_json_object", "guided_choice", "guided_regex", "guided_grammar", "structured_outputs"),
+    *("grammar", "json_schema", "regex", "ebnf"),
+)
 
 
 class Json(JSONResponse):
@@ -149,7 +157,11 @@ def _bias(fields: Fields) -> dict[str, Any]:
 
 def common(service: Service, fields: Fields) -> dict[str, Any]:
     """Return those fields of `Asked` that all endpoints read alike. Refuses what is not obeyed."""
-    refuse_undone(fields)
+    usual = {"best_of": (1, fields.body.get("n")), "skip_special_tokens": (True,), "modalities": (["text"],)}
+    for name in (*_UNDONE, *_GRAMMARS):
+        if fields.has(name) and fields.body[name] not in usual.get(name, (False, "", [], {}, -1)):
+            instead = "say it as response_format, with a JSON schema" if name in _GRAMMARS else "leave it out"
+            raise Refusal(400, f"{name} is not supported; {instead}", name)
     model, context = fields.text("model"), fields.text("context")
     return {
         "context": service.context_of(model, context),

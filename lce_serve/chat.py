@@ -21,7 +21,7 @@ from lce_serve.choices import Delta, Ended
 from lce_serve.conversation import openai_tools, rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Run
-from lce_serve.guided import grammar_for
+from lce_serve.grammar import grammar_for
 from lce_serve.history import openai_messages
 from lce_serve.service import Service
 from lce_serve.tools import Call

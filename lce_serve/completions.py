@@ -24,7 +24,7 @@ from lce_serve.answering import (
 from lce_serve.choices import Delta, Ended
 from lce_serve.fields import Fields
 from lce_serve.generation import REMEDY, Asked, Run, engine_for
-from lce_serve.guided import grammar_for
+from lce_serve.grammar import grammar_for
 from lce_serve.refusals import TOO_LONG, Refusal, wrong
 from lce_serve.service import Service
 from lce_serve.sse import unless_gone

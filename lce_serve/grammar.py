@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lce.engine.grammar import GrammarConstraint, Vocabulary, compiled, of_schema
-from lce_serve.fields import Fields
+from lce_serve.fields import MOST_TOKENS, Fields
 from lce_serve.forms import enforced_form
 from lce_serve.loosening import loosened, says_anything
 from lce_serve.refusals import Refusal
@@ -47,11 +47,25 @@ class Lasting:
 Grammar = Callable[[Vocabulary], GrammarConstraint | Lasting | None]
 
 
-def grammar_of(form: Fields, tools: Tools) -> Grammar | None:
-    """Return a function that compiles an answer's grammar: that of its `response_format`, or of calls of its tools.
+def grammar_for(fields: Fields, form: Fields, tools: Tools) -> Grammar | None:
+    """Return a function that compiles an answer's grammar: of `form`, its `response_format`, or of calls of its tools.
 
-    The function blocks: call it in a thread.
+    The function blocks: call it in a thread. `min_tokens` or `ignore_eos` lengthen an answer that no grammar ends.
     """
+    own = _grammar_of(form, tools)
+    least, stops = fields.whole("min_tokens", 0, MOST_TOKENS) or 0, fields.items("stop_token_ids", 1024)
+    name = "min_tokens"
+    if fields.flag("ignore_eos"):
+        name, least, stops = "ignore_eos", MOST_TOKENS, []
+    if not least:
+        return own
+    if tools.forced or (form.text("type") or "text") != "text":
+        other = "tool_choice" if tools.forced else form.where
+        raise Refusal(400, f"{name} and {other} exclude each other; leave one of them out", name)
+    return lambda vocabulary: Lasting(least, [*vocabulary.eos_ids, *stops], own(vocabulary) if own else None)
+
+
+def _grammar_of(form: Fields, tools: Tools) -> Grammar | None:
     kind = form.text("type") or "text"
     if kind not in ("text", "json_object", "json_schema"):
         raise Refusal(400, f"{form.name('type')} must be text, json_object or json_schema", form.name("type"))
@@ -65,9 +79,7 @@ def grammar_of(form: Fields, tools: Tools) -> Grammar | None:
     return (lambda vocabulary: tools_constraint(vocabulary, tools)) if tools.callable else None
 
 
-def schema_constraint(
-    vocabulary: Vocabulary, schema: dict[str, Any], field: str = "response_format"
-) -> GrammarConstraint:
+def schema_constraint(vocabulary: Vocabulary, schema: dict[str, Any]) -> GrammarConstraint:
     """Compile the grammar of a text that a JSON schema allows. Refuses a schema of which nothing can be enforced."""
     if isinstance(found := of_schema(vocabulary, schema), GrammarConstraint):
         return found
@@ -75,7 +87,7 @@ def schema_constraint(
     if isinstance(again := of_schema(vocabulary, left), GrammarConstraint) and says_anything(left):
         again.notes = [f"not enforced: {note}" for note in notes]
         return again
-    raise Refusal(400, f"the schema cannot be followed: {found}", field)
+    raise Refusal(400, f"the schema cannot be followed: {found}", "response_format")
 
 
 def tools_constraint(vocabulary: Vocabulary, tools: Tools) -> GrammarConstraint:

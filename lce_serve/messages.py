@@ -15,7 +15,7 @@ from lce_serve.choices import Choice, Delta, Ended
 from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Run
-from lce_serve.guided import grammar_for
+from lce_serve.grammar import grammar_for
 from lce_serve.history import MOST_MESSAGES, MOST_PARTS, History, content_of, note_of, role_of
 from lce_serve.refusals import Refusal, wrong
 from lce_serve.service import Service

@@ -54,12 +54,6 @@ MESSAGES: Schema = {
     "items": {"type": "object", "required": ["role"], "properties": {"role": TEXT, "content": CONTENT}},
 }
 OPENAI: Schema = {**OWN, **SAMPLING, "n": _whole(1, 8), "stream_options": OBJECT, "response_format": OBJECT}
-OPENAI |= {
-    "grammar": TEXT,
-    "json_schema": OBJECT,
-    "guided_regex": TEXT,
-    "guided_choice": {"type": "array", "items": TEXT},
-}
 OPENAI |= {"min_tokens": _whole(0, 1 << 24), "ignore_eos": FLAG}
 CHAT: Schema = {
     **OPENAI,

@@ -21,13 +21,12 @@ from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.budget import TOP_P
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
 from lce.methods.joint import HOOKS, PROMISES, JointSelection
-from lce.methods.lowdim import BASIS, LowDimMap, LowDimMaps, block_scores, concat_heads, layer_maps, principal
+from lce.methods.lowdim import BASIS, LOW_DIM_KEYS, LowDimMap, LowDimMaps, concat_heads, layer_maps, principal
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
 from lce.methods.step import ModelFacts, Step
 
-LOW_DIM_KEYS = "low-dim keys"
 OTHERWISE = "-o compress=pca or -o compress=none"
 
 
@@ -175,7 +174,7 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
         score, row_size = scorer(self, far, cache, step)
         if q.shape[1] == 1:  # one query needs no comparison with other queries
             return score(slice(None))[0]
-        return block_scores(score, q.shape[1], row_size)
+        return lowdim.block_scores(score, q.shape[1], row_size)
 
     def log_mass(self, relevance: Tensor, n_heads: int, head_dim: int) -> Tensor:
         return relevance.float() / ((1 if self.heads == "max" else n_heads) * math.sqrt(head_dim))

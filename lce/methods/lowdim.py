@@ -26,6 +26,7 @@ from lce.files import named
 from lce.models.config import RopeConfig
 
 BASIS = "principal components"  # the name of the state that holds a layer's, computed from a text
+LOW_DIM_KEYS = "low-dim keys"  # the name of the state of tokens' keys
 
 
 @dataclass(frozen=True)

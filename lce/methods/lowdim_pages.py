@@ -10,19 +10,32 @@ from torch import Tensor
 from lce.attention import rotate, token_scores
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
-from lce.cache.method_state import FileTensor, MethodState, Staged, Summaries
+from lce.cache.method_state import FileTensor, GrowingRows, MethodState, Staged, TokenRows
 from lce.errors import UsageError
 from lce.methods.base import Method, is_like, resolved
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.knobs import knob
-from lce.methods.lowdim import BASIS, LowDimMaps, concat_heads, layer_maps, principal
+from lce.methods.lowdim import BASIS, LOW_DIM_KEYS, LowDimMap, LowDimMaps, concat_heads, layer_maps, principal
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.selection import Selection, Share, Sizes
-from lce.methods.selectors import SUMMARIES, ContextSelector
+from lce.methods.selectors import ContextSelector
 from lce.methods.step import ModelFacts, Step
-from lce.methods.turned_keys import unrotated_keys
 
 OTHERWISE = "-o select.compress=pca"
+FIRST_KEYS = "first keys"  # the name of the state
+
+
+class FirstKeys(GrowingRows):
+    """A state with the unrotated keys `[G, n, D]` of the first tokens, at most `most`, until there are components."""
+
+    axis = 1
+
+    def __init__(self, row_bytes: int, most: int) -> None:
+        super().__init__(row_bytes)
+        self.most = most
+
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        return super().most_bytes(min(n_tokens, self.most), block)
 
 
 @dataclass(frozen=True)
@@ -30,8 +43,8 @@ class LowDim(ContextSelector, name="lowdim"):
     """ESA's low-dim scores: `f(m) = Σ_h q_h · k_h` over query heads, for the query at `W // 2` and token m unrotated.
 
     f is computed by `maps` (Eq. 5-7), or with `compress=pca` by the principal components of the text's first tokens, as
-    many as the budget has in whole pages. A page keeps the low-dim key of each token, and scores the largest f of its
-    tokens. All heads choose together.
+    many as the budget has in whole pages. Low-dim keys are made of keys before their rotation, so equal tokens tie. A
+    page scores the largest f of its tokens. All heads choose together.
     """
 
     compress: Literal["calibrated", "pca"] = knob("calibrated", "low-dim keys by learned maps, or by PCA")
@@ -59,35 +72,48 @@ class LowDim(ContextSelector, name="lowdim"):
         """Return the number of tokens whose principal components are taken."""
         return resolved(selection.budget.tokens) // selection.size * selection.size
 
-    def shape(self, sizes: Sizes, selection: Selection) -> tuple[int, ...]:
-        low_dim, n_numbers = self.low_dim, sizes.n_kv_heads * sizes.head_dim
-        if self.compress == "pca":
-            low_dim = min(low_dim, n_numbers, max(1, self.sample(selection) - 1))
-        return 1, selection.size, low_dim
-
-    def state(self, layout: CacheLayout, selection: Selection) -> Mapping[str, MethodState]:
-        n_bytes = layout.key_bytes * self.shape(layout, selection)[-1]
-        return {BASIS: Staged(lambda n_tokens, block: n_bytes)} if self.compress == "pca" else {}
-
-    def could_keep(self, kept: Mapping[str, FileTensor], layout: CacheLayout, selection: Selection) -> bool:
-        basis, shape = kept.get(BASIS), (layout.n_kv_heads * layout.head_dim, self.shape(layout, selection)[-1])
-        return self.compress == "calibrated" or (
-            (basis is None) == (SUMMARIES not in kept) and (basis is None or is_like(basis, shape, layout.dtype))
+    def size(self, sizes: Sizes, selection: Selection) -> int:
+        """Return the number of numbers in a low-dim key."""
+        n_numbers = sizes.n_kv_heads * sizes.head_dim
+        return (
+            self.low_dim if self.compress != "pca" else min(self.low_dim, n_numbers, max(1, self.sample(selection) - 1))
         )
 
-    def keep(self, method: Method, selection: Selection, like: Tensor, cache: LayerCache, step: Step) -> None:
-        """Write the low-dim keys of the pages that this block completes, or of all pages once there are components."""
-        size, sample = selection.size, self.sample(selection)
-        first, stop = step.start // size, step.stop // size
-        if layer_maps(self.maps, cache, like) is None and step.stop >= sample:
-            keys = unrotated_keys(method, cache, step, 0, sample).to(like.dtype)
-            cache.kept(Staged, BASIS).stage(principal(keys, self.low_dim))
-            first = 0
-        maps = layer_maps(self.maps, cache, like)
-        if maps is not None and first < stop:
-            keys = unrotated_keys(method, cache, step, first * size, stop * size).to(like.dtype)
-            low_keys = maps.low_keys(concat_heads(keys)).unflatten(0, (-1, size))
-            cache.kept(Summaries, SUMMARIES).write(low_keys[None], first)
+    def state(self, layout: CacheLayout, selection: Selection) -> Mapping[str, MethodState]:
+        low_dim = self.size(layout, selection)
+        kept: dict[str, MethodState] = {LOW_DIM_KEYS: TokenRows(low_dim * layout.dtype.itemsize)}
+        if self.compress == "pca":
+            kept[FIRST_KEYS] = FirstKeys(layout.key_bytes, self.sample(selection))
+            kept[BASIS] = Staged(lambda n_tokens, block: layout.key_bytes * low_dim)
+        return kept
+
+    def could_keep(
+        self, kept: Mapping[str, FileTensor], layout: CacheLayout, selection: Selection, n_tokens: int
+    ) -> bool:
+        basis, keys, first = (kept.get(name) for name in (BASIS, LOW_DIM_KEYS, FIRST_KEYS))
+        low_dim, n_numbers = self.size(layout, selection), layout.n_kv_heads * layout.head_dim
+        sampled = (layout.n_kv_heads, min(n_tokens, self.sample(selection)), layout.head_dim)
+        return (
+            (keys is None) == (self.compress == "pca" and basis is None)
+            and (first is None) == (self.compress == "calibrated")
+            and (keys is None or is_like(keys, (n_tokens, low_dim), layout.dtype))
+            and (basis is None or is_like(basis, (n_numbers, low_dim), layout.dtype))
+            and (first is None or is_like(first, sampled, layout.dtype))
+        )
+
+    def keep_keys(self, selection: Selection, k: Tensor, cache: LayerCache, step: Step) -> None:
+        """Write the low-dim keys of this block, or of all tokens as soon as there are components."""
+        maps, start = layer_maps(self.maps, cache, k), step.start
+        if maps is None:
+            sample, first = self.sample(selection), cache.kept(FirstKeys, FIRST_KEYS)
+            first.write(k[:, : sample - start], start)
+            if step.stop < sample:
+                return
+            k, start = torch.cat((first.span(0, sample), k[:, sample - start :]), dim=1), 0
+            basis = principal(k[:, :sample], self.low_dim)
+            cache.kept(Staged, BASIS).stage(basis)
+            maps = LowDimMap.unbiased(basis, basis)
+        cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), start)
 
     def scores(
         self, method: Method, q: Tensor, n_chunks: int, selection: Selection, cache: LayerCache, step: Step
@@ -99,15 +125,14 @@ class LowDim(ContextSelector, name="lowdim"):
         far = rotate(q, step.far_turn(max(1, step.window // 2), q))
         if self.compress == "pca":
             far = far.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)
-        low_keys = cache.kept(Summaries, SUMMARIES).span(0, n_chunks).flatten(0, 2)  # [n_chunks * L, R]
+        low_keys = cache.kept(TokenRows, LOW_DIM_KEYS).span(0, n_chunks * selection.size)
         f = token_scores(maps.low_queries(concat_heads(far)), low_keys).float()
         return f.view(1, -1, n_chunks, selection.size).amax(-1)
 
     def cost(self, block: QueryBlock, selection: Selection) -> Cost:
-        """Return the cost of choosing, without the principal components. A low-dim key counts in its page's block."""
-        size, low_dim, key_size = selection.size, self.shape(block, selection)[-1], block.n_kv_heads * block.head_dim
+        """Return the cost of choosing, without the principal components. A low-dim key counts in its token's block."""
+        size, low_dim, key_size = selection.size, self.size(block, selection), block.n_kv_heads * block.head_dim
         n_tokens = block.stop // size * size if block.stop > size else 0
-        n_new = (block.stop // size - block.start // size) * size
         query_size = key_size if self.compress == "pca" else block.n_heads * block.head_dim
-        low = (n_new * key_size + (len(block) * query_size if n_tokens else 0)) * low_dim
+        low = (len(block) * key_size + (len(block) * query_size if n_tokens else 0)) * low_dim
         return Cost(0, len(block) * n_tokens * low_dim, low_dim=low, state_read=n_tokens * low_dim)

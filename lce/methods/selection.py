@@ -69,9 +69,14 @@ class Selector(Knobs, ABC):
         """Return what a layer keeps besides summaries and open queries."""
         return {}
 
-    def could_keep(self, kept: Mapping[str, FileTensor], layout: CacheLayout, selection: Selection) -> bool:
-        """Return whether a file's tensors can be what `state` holds."""
+    def could_keep(
+        self, kept: Mapping[str, FileTensor], layout: CacheLayout, selection: Selection, n_tokens: int
+    ) -> bool:
+        """Return whether a file's tensors can be what `state` holds after `n_tokens` tokens."""
         return True
+
+    def keep_keys(self, selection: Selection, k: Tensor, cache: LayerCache, step: Step) -> None:
+        """Keep facts of a block's unrotated keys `[G, T, D]`, before `keep`."""
 
     def keep(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Keep the summaries of chunks that a block of unrotated queries `[H, T, D]` completes; before `scorer`."""

@@ -85,7 +85,7 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         fits = summaries is None or summaries.shape[1] == n_chunks  # some layers keep none
         if summaries is not None and shape is not None:
             fits = is_like(summaries, (shape[0], n_chunks, *shape[1:]), layout.dtype)
-        return fits and c.selector.could_keep(kept, layout, c)
+        return fits and c.selector.could_keep(kept, layout, c, n_tokens)
 
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         return self.selection.placement.limit(self.selection, window)
@@ -103,6 +103,11 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         own = None if c.placement.exact else self.key_positions(i)
         near = Part(((i // c.size - c.n_near) * c.size, i + 1), i if own is None else own, exact=own is None)
         return [near, c.placement.part(i, c, min(c.n_choices, layer.longest // c.size))]
+
+    def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
+        super().keep(k, v, cache, step)
+        if cache.index >= self.selection.dense_layers:
+            self.selection.selector.keep_keys(self.selection, k, cache, step)
 
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         if cache.index >= self.selection.dense_layers:

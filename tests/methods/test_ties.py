@@ -64,14 +64,17 @@ def test_of_equal_chunks_the_later_is_attended_in_any_blocks(case: str) -> None:
         pytest.param("pages select=best_key placement=grouped", marks=pytest.mark.slow),
         pytest.param("pages select=best_key placement=dual share=group", marks=pytest.mark.slow),
         pytest.param("pages select=best_key budget.top_p=0.5", marks=pytest.mark.slow),
+        "pages select=lowdim select.compress=pca placement=true budget=64",
+        pytest.param("pages select=lowdim select.compress=pca placement=dual", marks=pytest.mark.slow),
     ],
 )
 def test_equal_tokens_tie_wherever_they_are(tiny_model: Path, case: str) -> None:
     """Keys are scored without positions, so equal tokens have equal scores at any offset in a span."""
     name, _, text = case.partition(" ")
     ids = [2 + x % 9 for x in tokens(144, seed=1)]  # no block is of 8 or less, which other kernels multiply, or all are
+    blocks = (16, 64) if "pca" in case else (1, 16, 64)  # components are of many tokens, whatever the block
     whole, *others = (
-        lce.load(tiny_model, make(name, as_knobs(text)), block=block).logits(ids) for block in (144, 1, 16, 64)
+        lce.load(tiny_model, make(name, as_knobs(text)), block=block).logits(ids) for block in (144, *blocks)
     )
     for other in others:
         assert (other - whole).abs().max() <= 1e-4
