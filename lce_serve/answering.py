@@ -20,16 +20,23 @@ from lce_serve.service import Record, Service
 from lce_serve.sse import EventStream, event, unless_gone
 
 MOST_CHOICES = 8
+_SCHEMA = "give response_format with a JSON schema"
 MOST_SAID = 4096  # characters of the header that names what is not enforced
-# Fields that would change an answer and that nothing here does; a value that is false or empty asks for nothing.
-_UNDONE = (
-    *("suffix", "use_beam_search", "bad_words", "allowed_token_ids", "logits_processors", "prompt_logprobs"),
-    *("truncate_prompt_tokens", "include_stop_str_in_output", "best_of", "skip_special_tokens", "modalities"),
-)
-_GRAMMARS = (  # what other servers call a grammar
-    *("guided_json", "guided_json_object", "guided_choice", "guided_regex", "guided_grammar", "structured_outputs"),
-    *("grammar", "json_schema", "regex", "ebnf"),
-)
+# Fields of other servers that would change an answer, with what to do instead. A value that is false or empty asks for
+# nothing, and neither does a usual one.
+_UNDONE = {
+    **dict.fromkeys(
+        ("suffix", "use_beam_search", "bad_words", "allowed_token_ids", "logits_processors"), "leave it out"
+    ),
+    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output"), "leave it out"),
+    **dict.fromkeys(("best_of", "skip_special_tokens", "modalities", "mirostat", "typical_p"), "leave it out"),
+    **dict.fromkeys(("guided_json", "guided_json_object", "guided_choice"), _SCHEMA),
+    **dict.fromkeys(("guided_regex", "guided_grammar", "structured_outputs"), _SCHEMA),
+    **dict.fromkeys(("grammar", "json_schema", "regex", "ebnf", "format"), _SCHEMA),
+    **dict.fromkeys(("functions", "function_call"), "give tools and tool_choice"),
+    **dict.fromkeys(("options", "num_predict", "n_predict"), "give max_tokens, temperature and others by themselves"),
+}
+_USUAL = {"skip_special_tokens": True, "modalities": ["text"], "typical_p": 1, "best_of": 1, "function_call": "none"}
 
 
 class Json(JSONResponse):
@@ -157,10 +164,10 @@ def _bias(fields: Fields) -> dict[str, Any]:
 
 def common(service: Service, fields: Fields) -> dict[str, Any]:
     """Return those fields of `Asked` that all endpoints read alike. Refuses what is not obeyed."""
-    usual = {"best_of": (1, fields.body.get("n")), "skip_special_tokens": (True,), "modalities": (["text"],)}
-    for name in (*_UNDONE, *_GRAMMARS):
-        if fields.has(name) and fields.body[name] not in usual.get(name, (False, "", [], {}, -1)):
-            instead = "say it as response_format, with a JSON schema" if name in _GRAMMARS else "leave it out"
+    for name, instead in _UNDONE.items():
+        given = fields.body.get(name)
+        nothing: tuple[Any, ...] = (None, "", [], {}, -1, _USUAL.get(name, False))
+        if given not in nothing and (name, given) != ("best_of", fields.body.get("n")):
             raise Refusal(400, f"{name} is not supported; {instead}", name)
     model, context = fields.text("model"), fields.text("context")
     return {

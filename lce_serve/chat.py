@@ -18,21 +18,22 @@ from lce_serve.answering import (
     openai_usage,
 )
 from lce_serve.choices import Delta, Ended
-from lce_serve.conversation import openai_tools, rendering
+from lce_serve.conversation import rendering
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Run
 from lce_serve.grammar import grammar_for
 from lce_serve.history import openai_messages
 from lce_serve.service import Service
-from lce_serve.tools import Call
+from lce_serve.tools import Call, openai_tools
 
 
 async def chat(service: Service, request: Request, fields: Fields) -> Response:
     """Answer a conversation."""
     messages, tools, how = openai_messages(fields), openai_tools(fields), common(service, fields)
     options, given = openai_options(fields), fields.limit("max_completion_tokens")
-    if fields.flag("logprobs"):
-        options["logprobs"] = fields.whole("top_logprobs", 0, 20) or 0
+    n_likeliest = fields.whole("top_logprobs", 0, 20) or 0
+    if fields.flag("logprobs") or n_likeliest:
+        options["logprobs"] = n_likeliest
     asked = Asked(
         prompts=[rendering(service.engine.tokenizer, messages, tools, fields, how["context"] is not None)],
         max_tokens=fields.limit("max_tokens") if given is None else given,

@@ -11,7 +11,7 @@ from lce_serve.fields import Fields
 from lce_serve.forms import form_of
 from lce_serve.history import openai_messages
 from lce_serve.refusals import Refusal
-from lce_serve.tools import MOST_TOOLS, Tool, Tools, checked, in_plain_text, tool_of
+from lce_serve.tools import Tool, Tools, in_plain_text
 
 _SWITCHES = ("enable_thinking", "thinking")  # the names by which templates ask whether the model is to think
 
@@ -22,19 +22,6 @@ def prompt_or_messages(fields: Fields) -> tuple[str | None, list[dict[str, Any]]
     if (prompt is None) == (not fields.has("messages")):
         raise Refusal(400, "expected either prompt, a text, or messages", "prompt")
     return prompt, [] if prompt is not None else openai_messages(fields)
-
-
-def openai_tools(fields: Fields) -> Tools:
-    """Return the tools of a chat request."""
-    tools = []
-    for tool in fields.each("tools", MOST_TOOLS):
-        if tool.text("type") == "function":
-            tools.append(tool_of(tool.inner("function"), "parameters"))
-    choice = fields.value("tool_choice", (str, dict), "auto, none, required or an object")
-    if isinstance(choice, dict):
-        named = fields.inner("tool_choice")
-        choice = named.inner("function").text("name") or named.text("name") or ""
-    return checked(tools, choice or "auto", fields.flag("parallel_tool_calls", True))
 
 
 def rendered(

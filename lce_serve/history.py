@@ -120,8 +120,8 @@ def note_of(part: Fields) -> str:
 def _read(part: Fields) -> str | None:
     """Return the text of a part; None for a part that is no text."""
     kind = part.text("type", "text" if part.has("text") else None)
-    if kind is None:
-        raise wrong(part.name("type"), None, "the kind of the part, such as text")
+    if kind is None:  # such as what a shell wrote
+        return "\n".join(text for text in part.body.values() if isinstance(text, str) and text)
     if kind in _TEXTS:
         return part.text("text") or ""
     if kind not in _FILES:

@@ -38,6 +38,9 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
         "stop_token_ids": token_ids(fields, "stop_token_ids") or None,
     }
     tools, how = _tools(fields), common(service, fields)
+    form = (
+        fields.inner("output_format") if fields.has("output_format") else fields.inner("output_config").inner("format")
+    )
     asked = Asked(
         prompts=[
             rendering(service.engine.tokenizer, _messages(fields), tools, fields, how["context"] is not None, True)
@@ -45,7 +48,7 @@ async def messages(service: Service, request: Request, fields: Fields) -> Respon
         max_tokens=fields.limit("max_tokens"),
         options={name: value for name, value in options.items() if value is not None},
         tools=tools,
-        grammar=grammar_for(fields, Fields({}), tools),
+        grammar=grammar_for(fields, form, tools),
         **how,
     )
     return await answer(service, request, asked, _Form(service))

@@ -20,7 +20,7 @@ from lce_serve.history import MOST_MESSAGES, History, note_of, read_call, role_o
 from lce_serve.refusals import Refusal, wrong
 from lce_serve.service import Service
 from lce_serve.sse import event
-from lce_serve.tools import MOST_TOOLS, Call, Tools, checked, tool_of
+from lce_serve.tools import Call, openai_tools
 
 
 async def responses(service: Service, request: Request, fields: Fields) -> Response:
@@ -28,7 +28,9 @@ async def responses(service: Service, request: Request, fields: Fields) -> Respo
     if fields.has("previous_response_id") or fields.has("conversation"):
         line = "this server keeps no responses: send the whole input, without previous_response_id or conversation"
         raise Refusal(400, line, "previous_response_id", "unsupported_parameter")
-    messages, tools, how = _messages(fields), _tools(fields), common(service, fields)
+    if name := next((name for name in ("background", "prompt", "top_logprobs") if fields.body.get(name)), None):
+        raise Refusal(400, f"{name} is not supported; leave it out", name, "unsupported_parameter")
+    messages, tools, how = _messages(fields), openai_tools(fields), common(service, fields)
     asked = Asked(
         prompts=[rendering(service.engine.tokenizer, messages, tools, fields, how["context"] is not None)],
         max_tokens=fields.limit("max_output_tokens"),
@@ -77,17 +79,6 @@ def _read(history: History, item: Fields) -> None:
             history.say("tool", item, "output", tool_call_id=call_id or item.text("id") or "")
     else:
         history.note(note_of(item))
-
-
-def _tools(fields: Fields) -> Tools:
-    """Return the functions among the tools; other kinds are ignored."""
-    tools = [
-        tool_of(tool, "parameters") for tool in fields.each("tools", MOST_TOOLS) if tool.text("type") == "function"
-    ]
-    choice = fields.value("tool_choice", (str, dict), "auto, none, required or an object")
-    if isinstance(choice, dict):
-        choice = fields.inner("tool_choice").text("name") or "auto"
-    return checked(tools, choice or "auto", fields.flag("parallel_tool_calls", True))
 
 
 _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}  # the kinds of items of text, and of their parts

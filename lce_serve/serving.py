@@ -55,6 +55,7 @@ def serve(
         import llguidance  # noqa: F401
         import prometheus_client  # noqa: F401
 
+        from lce.weights.source import source_of
         from lce_serve import running
         from lce_serve.door import DoorService, door
         from lce_serve.service import Load, Service, Settings, served_name
@@ -71,6 +72,7 @@ def serve(
         batch["cache_memory"] = in_bytes(cache_memory, "--cache-memory") // replicas
     load = Load({"model": model, **methods, **loading}, batch, contexts_of(context))
     with running.bound(host, port) as sock, ExitStack() as closing:
+        _ = source_of(model, metadata_only=True).config  # a model that does not exist is refused first
         if replicas == 1:
             service, app = Service(settings), None
             begin = partial(load.begin, service.named)
@@ -98,7 +100,9 @@ def _extra(name: str, *packages: str) -> Iterator[None]:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in packages:
             raise
-        raise UsageError(f"lce serve needs {error.name}; install it by pip install 'lce[{name}]'") from None
+        raise UsageError(
+            f"lce serve needs {error.name}; install it by pip install -e '.[{name}]' in lce's folder"
+        ) from None
 
 
 def _local() -> Any:

@@ -13,7 +13,7 @@ plain text.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lce_serve.fields import Fields
@@ -22,6 +22,7 @@ from lce_serve.refusals import Refusal
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MOST_TOOLS = 1024
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _TOLD = (
     "You may call functions. Their signatures are within <tools></tools>:\n<tools>\n{}\n</tools>\n"
     "For each call write the function's name and arguments as JSON within <tool_call></tool_call>:\n"
@@ -90,6 +91,29 @@ def tool_of(fields: Fields, schema: str) -> Tool:
         raise Refusal(400, f"{fields.name('name')} must be a name of 1 to 128 characters", fields.name("name"))
     parameters = fields.object(schema) or {"type": "object", "properties": {}}
     return Tool(name, fields.text("description") or "", parameters, fields.flag("strict"))
+
+
+def openai_tools(fields: Fields) -> Tools:
+    """Return the tools of a request to one of OpenAI's APIs. A custom tool is a function of a text, `input`."""
+    tools = []
+    for given in fields.each("tools", MOST_TOOLS):
+        if (kind := given.text("type")) in ("function", "custom"):
+            tool = tool_of(given.inner(kind) if given.has(kind) else given, "parameters")
+            tools.append(tool if kind == "function" else replace(tool, parameters=_INPUT))
+    choice = fields.value("tool_choice", (str, dict), "auto, none, required or an object")
+    if isinstance(choice, dict):
+        named = fields.inner("tool_choice")
+        if named.text("type") == "allowed_tools":
+            named = named.inner("allowed_tools") if named.has("allowed_tools") else named
+            allowed = {_name_of(each) for each in named.each("tools", MOST_TOOLS)}
+            tools, choice = [tool for tool in tools if tool.name in allowed], named.text("mode")
+        else:
+            choice = _name_of(named)
+    return checked(tools, choice or "auto", fields.flag("parallel_tool_calls", True))
+
+
+def _name_of(tool: Fields) -> str | None:
+    return next((name for part in ("function", "custom") if (name := tool.inner(part).text("name"))), tool.text("name"))
 
 
 def checked(tools: list[Tool], choice: str, parallel: bool, param: str = "tool_choice") -> Tools:

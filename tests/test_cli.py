@@ -77,6 +77,7 @@ def test_json_is_one_object(tiny_model: Path) -> None:
 def test_options_that_cannot_be_used(tiny_model: Path) -> None:
     generate = ("generate", "--model", tiny_model, "--prompt", PROMPT)
     assert_error(run(*generate, "--method", "longhead"), 2, "did you mean 'longheads'?")
+    assert_error(run("run", tiny_model), 2, "lce says it as lce chat -m MODEL")
     longheads = (*generate, "--method", "longheads", "-o")
     assert_error(run(*longheads, "chunk=3"), 2, "'chunk'", "chunk_size=none", "share=head")
     assert_error(run(*longheads, "chunks=few"), 2, "chunks=few", "whole number")

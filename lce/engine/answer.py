@@ -85,9 +85,18 @@ class Options(Record):
         return self.sampling.seed if self.sampling.temperature else None
 
 
+_ELSEWHERE = {  # options of other libraries, and what does the same here
+    "stream": "engine.stream yields pieces",
+    "method": "give it to lce.load, or to batch.stream",
+    "system": "give it as a message, or to engine.conversation",
+    "n": "give a list of prompts",
+}
+
+
 def generation_options(given: Mapping[str, Any]) -> Options:
     """Check the options of a generation. Raises `UsageError` for an unknown option and an unusable value."""
-    check_names(given, GenerationOptions.__annotations__, "option")
+    more = "".join(f"; {_ELSEWHERE[name]}" for name in given if name in _ELSEWHERE)
+    check_names(given, GenerationOptions.__annotations__, "option", more)
     check_progress(given.get("progress"))
     if given.get("constraint") is not None and not hasattr(given["constraint"], "apply"):
         raise UsageError(f"constraint is {shown(given['constraint'])}; expected an object with `apply` and `accept`")

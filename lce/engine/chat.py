@@ -135,7 +135,7 @@ class Conversation(Unique):
         self._settle()
         new: list[Any] = [{"role": "user", "content": message}]
         if not isinstance(message, str):  # `render_chat` checks the messages
-            new = list(message) if isinstance(message, Sequence | Mapping) else [message]
+            new = list(message) if isinstance(message, Sequence) else [message]
         said, begun = [*self._past.messages, *new], ends_with_answer(new)
         render = partial(self.setup.tokenizer.render_chat, said, following=bool(self._before))
         chat = together(partial(render, continue_final_message=begun))

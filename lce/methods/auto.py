@@ -38,8 +38,8 @@ class Choice:
 # What SmolLM2-135M found of facts in essays: docs/findings.md. `lce recommend` measures the same on another model.
 CHOICES = (
     Choice("full", windows=1, reason="within the window it is exact"),
-    Choice("rerope", windows=1.5, reason="it found most facts in 1.5 windows of a small published model"),
-    Choice("self_extend", windows=6, reason="it found most facts in two and three windows of a small published model"),
+    Choice("rerope", windows=1.5, reason="SmolLM2-135M found most facts in 1.5 windows with it"),
+    Choice("self_extend", windows=6, reason="SmolLM2-135M found most facts in two and three windows with it"),
     Choice("pages", reason="a token reads no more however long the text is; what it finds there was not measured"),
 )
 # What `lce recommend` asks, in this order: those that read a text fastest first, and of these those that find most.

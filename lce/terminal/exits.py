@@ -24,6 +24,12 @@ INTERRUPTED = 130
 GROUP = "lce.commands"
 DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
 
+_MEANT = {  # the words of other programs
+    **dict.fromkeys(("run", "ask"), "lce chat -m MODEL, or lce generate -m MODEL -p PROMPT"),
+    **dict.fromkeys(
+        ("pull", "list", "ls", "ps", "show"), "lce info MODEL; a hub id is downloaded when it is first used"
+    ),
+}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory", "start new thread", "failed to map")
 
@@ -203,6 +209,13 @@ def _show(error: click.ClickException) -> None:
         takes_knobs = context and any("-o" in param.opts for param in context.command.params)
         if isinstance(error, click.NoSuchOption) and error.option_name == "--prefill-method":
             message += " It is for lce generate, chat, prefill and plan."
-        elif isinstance(error, click.NoSuchOption) and takes_knobs and not error.possibilities:
+        elif message.startswith("No such command") and (meant := _MEANT.get(message.split("'")[1])):
+            message += f" lce says it as {meant}."
+        elif (
+            isinstance(error, click.NoSuchOption)
+            and takes_knobs
+            and not error.possibilities
+            and error.option_name.startswith("--")
+        ):
             message += f" Knobs of a method are given as -o {error.option_name.lstrip('-').replace('-', '_')}=VALUE."
         click.echo(f"lce: error: {message}{hint}", err=True)

@@ -111,15 +111,19 @@ def _checked(messages: object) -> list[dict[str, Any]]:
     expected = 'expected a list of {"role": a string, "content": a string}'
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError(f"the messages are {shown(messages)}; {expected}")
-    for number, message in enumerate(messages):
-        fields = dict(message) if isinstance(message, Mapping) else {}
+    found = [dict(message) if isinstance(message, Mapping) else {} for message in messages]
+    for number, (message, said) in enumerate(zip(messages, found, strict=True)):
+        parts = said.get("content")
+        if isinstance(parts, list) and all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in parts):
+            said["content"] = "\n".join(x["text"] for x in parts)
+        fields = dict(said)
         calls = fields.pop("tool_calls", [])
         if calls and fields.get("content") is None:
             fields["content"] = ""
         texts = {name for name, text in fields.items() if isinstance(name, str) and isinstance(text, str)}
         if len(texts) < len(fields) or not {"role", "content"} <= texts or not _is_json(calls):
             raise DataError(f"message {number} is {shown(message)}; {expected}")
-    return [dict(message) for message in messages]
+    return found
 
 
 def ends_with_answer(messages: object) -> bool:

@@ -121,7 +121,7 @@ def check(
             return found("answered", "the answer has what is expected")
         part = asked.around(plain, max(len(asked.ids(plain, asked.fact)), int(INSIDE * plain.window)))
         inside = asked.ids(plain, part)
-        answers[f"full, {len(inside):,} tokens"] = said = _say(plain, inside, None, asked)
+        answers[f"full, {len(inside):,} tokens around the fact"] = said = _say(plain, inside, None, asked)
         if not asked.is_answered(said):
             why = f"the model fails inside its window as well, in {len(inside):,} tokens by full attention"
             more = ("other words for the question", *(() if asked.chat else ("--chat",)), "a larger model")
@@ -135,9 +135,9 @@ def check(
             if asked.is_answered(said):
                 why = "the chunks with the fact were not chosen; with those of most true attention the answer is right"
                 return found("selection", why, *_wider(engine.method), *others)
-    chunks, keys = "; choosing by true attention does not help", ", or the keys that it drops"
+    chunks, keys = "; choosing by true attention does not help", ", or the method drops the fact"
     chunks, keys = (chunks, "") if selects(engine.method) else ("", keys)
-    why = f"the model finds the fact inside its window{chunks}: the cause is the distances at which keys are seen{keys}"
+    why = f"the model finds the fact inside its window{chunks}: at the distances of this method it does not{keys}"
     return found("placement", why, *others, "`lce eval why`, which tries each change of a method on made texts")
 
 

@@ -154,6 +154,8 @@ def test_an_unknown_option_hears_the_nearest(face: Face, name: str) -> None:
     function, valid = face.functions()[name]
     with pytest.raises(lce.UsageError, match="unknown option 'max_token'; did you mean 'max_tokens'"):
         function(**valid, max_token=3)
+    with pytest.raises(lce.UsageError, match="give a list of prompts"):
+        function(**valid, n=3)
     with pytest.raises(lce.UsageError, match="unknown knob of sampling 'temprature'; did you mean 'temperature'"):
         function(**valid, sampling={"temprature": 3})
 

@@ -276,6 +276,9 @@ def test_one_question_alone(engine: lce.Engine) -> None:
     asked = engine.tokenizer.encode_parts(engine.tokenizer.render_chat(messages))
     assert reply.token_ids == engine.generate(asked, max_tokens=6).token_ids
     assert engine.chat("Hi", max_tokens=3).token_ids == engine.conversation().ask("Hi", max_tokens=3).token_ids
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
+    for same in ([{"role": "user", "content": parts}], {"role": "user", "content": parts}):
+        assert engine.chat(same, max_tokens=3).token_ids == engine.chat("Hi\nyou", max_tokens=3).token_ids
 
 
 def test_what_is_refused(engine: lce.Engine, tiny_model: Path) -> None:
@@ -284,7 +287,7 @@ def test_what_is_refused(engine: lce.Engine, tiny_model: Path) -> None:
         with pytest.raises(lce.ModelError, match="no chat template: it continues text; use generate"):
             ask()
     conversation = engine.conversation()
-    for wrong in (3, None, [3], [{"role": "user"}], {"role": "user", "content": "Hi"}, [], b"Hi"):
+    for wrong in (3, None, [3], [{"role": "user"}], {"role": "user"}, [], b"Hi"):
         with pytest.raises(lce.DataError, match="expected a list"):
             conversation.ask(wrong)
     other = engine.prefill("Hi")

@@ -72,6 +72,39 @@ def test_a_keyword_that_cannot_be_enforced_is_left_out(client: Any, odd: Any, no
     assert note in headers["x-lce-warning"], name
 
 
+ALLOWED = [{"type": "function", "name": "b"}, {"type": "custom", "custom": {"name": "c"}}]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_only_allowed_tools_are_called(client: TestClient, nested: bool) -> None:
+    given = {"mode": "required", "tools": ALLOWED}
+    wanted = {"type": "allowed_tools", **({"allowed_tools": given} if nested else given)}
+    message, reason, _ = ask(client, tool("a"), tool("b"), tool_choice=wanted)
+    assert (reason, called(message)) == ("tool_calls", [("b", {})])
+
+
+def test_a_custom_tool_is_a_function_of_a_text(client: TestClient) -> None:
+    """The tiny model ends no text, so the call is cut."""
+    for path, custom in (("chat/completions", {"custom": {"name": "c"}}), ("responses", {"name": "c"})):
+        tools, said = [{"type": "custom", **custom}], {"messages": HI} if path.startswith("chat") else {"input": "hi"}
+        answer = client.post(f"/v1/{path}", json={**said, "tools": tools, "tool_choice": tools[0], "max_tokens": 9})
+        assert answer.status_code == 200, answer.text
+
+
+def test_what_responses_cannot_do_is_refused_by_name(client: TestClient) -> None:
+    for more in ({"background": True}, {"prompt": {"id": "p"}}, {"top_logprobs": 2}, {"previous_response_id": "r"}):
+        answer = client.post("/v1/responses", json={"input": "hi", **more})
+        assert (answer.status_code, next(iter(more)) in answer.text) == (400, True)
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_messages_follow_a_schema(client: TestClient, field: str) -> None:
+    form = {"type": "json_schema", "schema": schema(vote={"enum": [1, 2]})}
+    body = {"messages": HI, "max_tokens": 60, field: {"format": form} if field == "output_config" else form}
+    (block,) = client.post("/v1/messages", json=body).json()["content"]
+    assert block["text"] in ('{"vote":1}', '{"vote":2}')
+
+
 def test_what_a_reference_leads_to_is_still_enforced(client: TestClient) -> None:
     known = {"$defs": {"vote": {"enum": [True, False]}, "bad": {"type": "nonsense", "enum": [1]}}}
     inner = {"vote": {"$ref": "#/$defs/vote"}, "any": {"$ref": "#/$defs/bad"}, "last": {"$ref": "#/properties/vote"}}

@@ -25,6 +25,8 @@ UNDONE: list[dict[str, Any]] = [
     {"modalities": ["text", "audio"]},
     {"structured_outputs": {"choice": ["a"]}},
     {"guided_regex": "a+"},
+    {"functions": [{"name": "now"}]},
+    {"options": {"temperature": 1}},
     {"json_schema": {"type": "object"}},
     {"grammar": 'root ::= "a"'},
 ]

@@ -134,7 +134,7 @@ def test_a_template_refuses_messages_in_one_line() -> None:
 
 
 WRONG = [[], None, "Hi", {"role": "user", "content": "Hi"}, ["Hi"], [{"role": "user"}], [{"content": "Hi"}]]
-WRONG += [[{"role": "user", "content": content}] for content in (None, [{"type": "text", "text": "Hi"}])]
+WRONG += [[{"role": "user", "content": content}] for content in (None, [{"type": "image_url", "image_url": "x"}])]
 WRONG += [[{"role": 1, "content": "Hi"}], [{"role": "user", "content": "Hi", "name": 3}]]
 
 

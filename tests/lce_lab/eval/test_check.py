@@ -60,7 +60,7 @@ def test_the_text_is_read_once_and_a_part_within_the_window(model: str, monkeypa
     found = check(model, asked(FAR), {"method": method}, tell=told.append)
     (whole,) = read
     assert whole <= found.tokens
-    assert [*found.answers] == ["longheads", "full, 30 tokens", "chosen by true attention"]
+    assert [*found.answers] == ["longheads", "full, 30 tokens around the fact", "chosen by true attention"]
     assert told == ["longheads reads 204 tokens, then full attention some of them within the window"]
 
 
