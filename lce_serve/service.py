@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 
 import lce
 from lce.engine.grammar import Vocabulary
+from lce.engine.info import describe
 from lce.engine.options import CACHE_BUDGET
+from lce.methods import Method, make
+from lce.methods.wrapped import BETWEEN
 from lce.progress import notice
 from lce.sizes import in_bytes, size_text
 from lce_serve.contexts import NamedContexts
@@ -63,11 +66,19 @@ class Load:
         notice(f"contexts of ended requests may take {most}; {flag} sets another limit")
         try:
             for name, path in self.contexts.items():
-                named.add(name, batch.setup, lce.Engine(batch.setup).open_context(path))
+                setup = batch.setup_of(_method_of(path))
+                named.add(name, setup, lce.Engine(setup).open_context(path))
         except BaseException:
             batch.close()
             raise
         return batch
+
+
+def _method_of(path: str) -> Method | None:
+    """Return the method by which a file's text was read; None if that takes code, or another method for prompts."""
+    found = describe(path)
+    alone = found.method_file is None and BETWEEN not in found.method
+    return make(found.method, found.knobs) if alone else None
 
 
 def served_name(model: str) -> str:

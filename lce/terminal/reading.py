@@ -60,13 +60,19 @@ def read_text(name: str) -> str:
     return text
 
 
+_DOCUMENTS = {b"%PDF-": "a PDF", b"{\\rtf": "an RTF document", b"PK\3\4": "a ZIP archive or a Word document"}
+
+
 def decoded(data: bytes, source: str) -> str:
-    """Decode UTF-8 bytes of `source`, and drop a byte order mark. Raises `DataError` for bytes that are not UTF-8."""
+    """Decode UTF-8 bytes of `source`, and drop a byte order mark. Raises `DataError` for other bytes and documents."""
+    if (kind := next((kind for begun, kind in _DOCUMENTS.items() if data.startswith(begun)), None)) is not None:
+        raise DataError(f"{source} is {kind}, and texts alone are read; save it as plain text in UTF-8")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         fault = f"byte {error.start} is 0x{data[error.start]:02x}"
-        raise DataError(f"{source} is not UTF-8 text: {fault}; convert it to UTF-8") from None
+        how = "convert it to UTF-8, as `iconv -f WINDOWS-1252 -t UTF-8` does"
+        raise DataError(f"{source} is not UTF-8 text: {fault}; {how}") from None
 
 
 def read_messages(name: str) -> list[Any]:

@@ -36,6 +36,7 @@ ROWS = (
     "A row is a method: the tokens of its texts, the share of its questions answered right and where that share lies",
     "in 19 of 20 such trials, the seconds of a text with its questions, and what is read of the text's keys and",
     "values to write a token. The first row is full attention within the window: the most that a method can reach.",
+    "The facts are made up, and easy to tell from the text around them: in a document of yours fewer may be found.",
 )
 
 

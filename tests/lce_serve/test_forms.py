@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+import lce
 from lce.errors import UsageError
 from lce_serve.contexts import NamedContexts
 from lce_serve.service import Load
@@ -122,6 +123,12 @@ def test_files_of_contexts_are_served_by_name(engine: Any, chat_model: Path, tmp
     named, loading = NamedContexts(), {"model": chat_model, "threads": 1}
     with Load(loading, contexts={"book": str(tmp_path / "book.lce")}).begin(named) as batch:
         setup, context = named.get("book")
+        assert batch.stream(" took", method=setup, context=context, max_tokens=2).finish().token_ids
+    lce.load(chat_model, lce.methods.Streaming(local=9, sinks=2)).prefill("the old miller").save(tmp_path / "other.lce")
+    other = NamedContexts()
+    with Load(loading, contexts={"other": str(tmp_path / "other.lce")}).begin(other) as batch:
+        setup, context = other.get("other")
+        assert setup.method == lce.methods.Streaming(local=9, sinks=2), "the method by which the text was read"
         assert batch.stream(" took", method=setup, context=context, max_tokens=2).finish().token_ids
     with pytest.raises(UsageError, match="there is a context book already"):
         Load(loading, contexts={"book": str(tmp_path / "book.lce")}).begin(named)

@@ -42,6 +42,9 @@ def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
     assert_error(run(*generate, "-f", tmp_path), 3, str(tmp_path), "is a folder; expected a regular file")
     assert_error(run(*generate, "-f", tmp_path / "empty.txt"), 3, "empty.txt", "is empty")
     assert_error(run(*generate, "-f", tmp_path / "latin.txt"), 3, "latin.txt", "not UTF-8", "byte 2")
+    for begun, kind in ((b"%PDF-1.7 text", "is a PDF"), (b"PK\3\4", "a Word document"), (b"{\\rtf1", "is an RTF")):
+        (tmp_path / "document").write_bytes(begun)
+        assert_error(run(*generate, "-f", tmp_path / "document"), 3, kind, "save it as plain text")
     assert_error(run(*generate, "--prompt", "-", stdin=b"\xff"), 3, "stdin", "not UTF-8")
     assert_error(run(*generate), 3, "stdin is empty; expected some text: write it to stdin, or give it as an argument")
     assert_error(run(*generate, "--prompt", ""), 2, "--prompt is empty")
