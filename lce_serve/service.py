@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 
 import lce
 from lce.engine.grammar import Vocabulary
-from lce.engine.info import describe
 from lce.engine.options import CACHE_BUDGET
-from lce.methods import Method, make
-from lce.methods.wrapped import BETWEEN
+from lce.methods import Method, available, make
 from lce.progress import notice
 from lce.sizes import in_bytes, size_text
 from lce_serve.contexts import NamedContexts
@@ -76,9 +74,10 @@ class Load:
 
 def _method_of(path: str) -> Method | None:
     """Return the method by which a file's text was read; None if that takes code, or another method for prompts."""
-    found = describe(path)
-    alone = found.method_file is None and BETWEEN not in found.method
-    return make(found.method, found.knobs) if alone else None
+    found = lce.info(path)
+    if isinstance(found, lce.ContextInfo) and found.method in available():
+        return make(found.method, found.knobs)
+    return None
 
 
 def served_name(model: str) -> str:

@@ -55,7 +55,6 @@ def serve(
         import llguidance  # noqa: F401
         import prometheus_client  # noqa: F401
 
-        from lce.weights.source import source_of
         from lce_serve import running
         from lce_serve.door import DoorService, door
         from lce_serve.service import Load, Service, Settings, served_name
@@ -72,12 +71,11 @@ def serve(
         batch["cache_memory"] = in_bytes(cache_memory, "--cache-memory") // replicas
     load = Load({"model": model, **methods, **loading}, batch, contexts_of(context))
     with running.bound(host, port) as sock, ExitStack() as closing:
-        _ = source_of(model, metadata_only=True).config  # a model that does not exist is refused first
+        lce.info(model)  # an unusable model is refused at once
         if replicas == 1:
             service, app = Service(settings), None
             begin = partial(load.begin, service.named)
         else:
-            lce.info(model)  # an unusable model is refused before Ray starts
             service = DoorService(settings)
             begin, app = partial(closing.enter_context(_local()).begin, load, settings, replicas), door(service)
         server = running.Server(service, app)

@@ -109,8 +109,9 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
     if source is None or not source.is_model:
         if check:
             raise UsageError("check is for a model's folder; the rows of a context file are checked as they are read")
-        return describe(path)
-    config = read_config(source)
+        if source is None or os.path.lexists(path) or str(path).endswith(".lce"):
+            return describe(path)
+    config = read_config(source)  # says what a model may be, if there is nothing
     family = model_class(config)
     shapes = dict(family.weights(config).values())  # by stored name, so that tied weights count once
     checkpoint = source.checkpoint if check or source.has_weights else None

@@ -60,7 +60,7 @@ class Source:
         is_folder, exists = os.path.isdir(self.path), os.path.exists(self.path)
         fault = "has no config.json" if is_folder else "is not a folder" if exists else "does not exist"
         close = [] if exists else get_close_matches(self.path.name.lower(), ("smollm2", "demo"), n=1)
-        hint = f"did you mean the string {close[0]!r}? or " if close else ""
+        hint = f"did you mean {'the string ' * (close[0] == self.path.name)}{close[0]!r}? or " if close else ""
         expected = "a checkpoint's folder with a config.json, a .gguf file, a hub id OWNER/NAME, smollm2 or demo"
         raise ModelError(f"{named(self.path)} {fault}; expected {expected}; {hint}check the path")
 

@@ -33,6 +33,7 @@ def test_every_stage_runs_at_toy_sizes(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.endswith((tmp_path / "summary.txt").read_text() + "\n")
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own: one ends with an error, one hangs until its limit; what they had is kept."""
     script = tmp_path / "script.py"

@@ -92,6 +92,7 @@ def test_spans_are_cut_at_whole_chunks() -> None:
 
 @given(data=st.data(), sinks=st.integers(0, 20), local=st.integers(0, 20), block=st.integers(1, 20), each=st.booleans())
 @settings(max_examples=10, deadline=None)
+@pytest.mark.slow
 def test_the_least_budget_is_the_least(data: st.DataObject, sinks: int, local: int, block: int, each: bool) -> None:
     n_layers, n_kv_heads = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
     access = AccessPattern(data.draw(st.integers(1, 9)), sinks, local, each)

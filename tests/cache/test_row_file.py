@@ -123,6 +123,7 @@ file.write_pages(file.allocate_pages(zero, zero, 1000), torch.ones(1, 1000, 2, 1
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     code = "print(int(file.read(numpy.arange(1000)).sum()), flush=True)\ntime.sleep(60)\n"
     folder = tmp_path / "a" / "b"
@@ -320,6 +321,7 @@ def test_exchanged_rows_are_found(tmp_path: Path) -> None:
         file.read(np.array([0]))
 
 
+@pytest.mark.slow
 def test_a_program_may_end_with_an_open_file(tmp_path: Path) -> None:
     """Objects die while the interpreter takes its modules apart."""
     program = (

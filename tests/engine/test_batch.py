@@ -597,6 +597,7 @@ def test_threads_that_want_a_method_get_one_engine(full: lce.Engine) -> None:
         assert len(set(together([lambda: id(batch.setup_of("dca"))] * 8))) == 1
 
 
+@pytest.mark.slow
 def test_memory_stays_level(full: lce.Engine) -> None:
     with full.batch() as batch:
 

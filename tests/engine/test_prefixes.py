@@ -228,6 +228,7 @@ print(result.stats.read_before, *result.token_ids)
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_a_kept_context(tiny_model: Path, folder: Path, truth: list[int]) -> None:
     n_before, *ids = map(int, output(ASK, tiny_model, folder, repr([*TEXT, 5])).split())
     assert n_before >= 199

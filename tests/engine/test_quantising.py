@@ -20,6 +20,7 @@ def quantised(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return lce.quantize(tiny_model, tmp_path_factory.mktemp("quantised") / "out", "int8")
 
 
+@pytest.mark.slow
 def test_a_flip_in_any_of_16_places_is_refused(quantised: Path, tmp_path: Path) -> None:
     out = shutil.copytree(quantised, tmp_path / "out")
     file = out / "model.safetensors"
@@ -65,6 +66,7 @@ def test_a_whole_folder_and_one_that_is_not_ours(quantised: Path, tiny_model: Pa
             lce.info(out, check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full at the k-th file, for all k."""
     sync, left = os.fsync, 0

@@ -55,6 +55,7 @@ def test_what_lies_outside_a_kernel_is_named(triple: str) -> None:
         code_of("store i64 %n, ptr @count", triple)
 
 
+@pytest.mark.slow
 def test_the_package_runs_without_numba() -> None:
     program = "import sys, lce, lce.cli, lce.kernels.cpu.products, lce.kernels.cpu.attention; print(*sys.modules)"
     assert not {"numba", "llvmlite"} & {*output(program).split()}

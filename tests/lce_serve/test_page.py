@@ -280,6 +280,7 @@ def test_a_document_is_asked_over_turns_and_answered_as_by_the_api(
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_a_long_answer_is_stopped_and_the_conversation_goes_on(shown: Page, service: Service) -> None:
     with_options(service, logit_bias={77: 100})  # it never ends
     busy = f"{TALK}.querySelector('.answer').ariaBusy"

@@ -37,6 +37,7 @@ def test_blocks_of_several_queries_give_the_same(data: st.DataObject) -> None:
 
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
+@pytest.mark.slow
 def test_without_dense_blocks_any_blocks_give_the_same_and_a_text_can_be_truncated(data: st.DataObject) -> None:
     knobs = data.draw(st.sampled_from(KNOBS_OF_PAIRS))
     method, n = Delta(**{**knobs, "dense_up_to": 0}), 3 * WINDOW

@@ -58,6 +58,7 @@ def test_methods_that_keep_what_their_attention_finds_are_refused(after: str) ->
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int8-device"])
+@pytest.mark.slow
 def test_tiers_and_files_change_nothing(tmp_path: Path, kv_dtype: str) -> None:
     ids = torch.randint(2, 200, (700,), generator=torch.Generator().manual_seed(1)).tolist()
     method, found = lce.methods.make("pages", {"page": 16, "budget": 128}), []
@@ -71,6 +72,7 @@ def test_tiers_and_files_change_nothing(tmp_path: Path, kv_dtype: str) -> None:
     assert found[1:] == found[:1] * 3
 
 
+@pytest.mark.slow
 def test_contexts_saved_between_prefill_and_decode_go_on_as_if_never_stopped(tmp_path: Path) -> None:
     ids = torch.randint(2, 200, (700,), generator=torch.Generator().manual_seed(1)).tolist()
     engine = lce.load("demo", "longheads", prefill_method="full", block=64)

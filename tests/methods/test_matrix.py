@@ -542,6 +542,7 @@ def test_half_precision_stays_close(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "knobs"), EACH, ids=str)
 @pytest.mark.covering("name")
+@pytest.mark.slow
 def test_half_precision_runs_far_beyond_the_window(name: str, knobs: dict[str, object]) -> None:
     q, k, v = (x.bfloat16() for x in vectors(2, 4, 2, 3 * WINDOW, 16))
     out = run(make(name, knobs), q, k, v, [70, *cut(3 * WINDOW - 70, 1)], window=WINDOW)

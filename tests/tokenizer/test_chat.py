@@ -255,6 +255,7 @@ def test_any_filter_or_method_ends(n: int) -> None:
     settings(max_examples=n, deadline=None)(given(data=st.data())(use_any))()
 
 
+@pytest.mark.slow
 def test_memory_is_bounded() -> None:
     """Measured in a process whose only children are the renderings."""
     script = """if True:

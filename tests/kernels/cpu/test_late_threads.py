@@ -311,6 +311,7 @@ def test_a_worker_looks_for_items_longer_where_jobs_follow_each_other(n_jobs: in
         assert not stage.looks_on(after=1), "a millisecond ends the series"
 
 
+@pytest.mark.slow
 def test_a_worker_may_sleep_between_jobs_that_follow_each_other() -> None:
     with staged(2, step=0) as stage:
         for _ in range(STREAK - 1):

@@ -23,6 +23,7 @@ def report(tmp_path: Path) -> Report:
     return Report.read([file(tmp_path / "record", *lines)])
 
 
+@pytest.mark.slow
 def test_pictures_are_files_of_their_own(report: Report, tmp_path: Path) -> None:
     paths = draw_all(report, tmp_path / "made" / "here")
     names, kinds = [path.name for path in paths], "made-length made-bytes made-depth other-length methods"
@@ -31,6 +32,7 @@ def test_pictures_are_files_of_their_own(report: Report, tmp_path: Path) -> None
     assert sorted(path.name for path in paths[0].parent.iterdir()) == sorted(names)
 
 
+@pytest.mark.slow
 def test_pictures_show_the_scores(report: Report) -> None:
     by_length, by_bytes, depths, _, methods = [figure for _, figure in figures(report)]
     (axes,) = by_length.axes
@@ -47,6 +49,7 @@ def test_pictures_show_the_scores(report: Report) -> None:
     assert [figure.get_size_inches()[0] for figure in (by_length, by_bytes, depths, methods)] == [5, 5, 5, 2 * 5]
 
 
+@pytest.mark.slow
 def test_recall_by_bytes_has_a_panel_a_length_and_a_line_a_method(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cells = product((512, 1024), ("side_by_side", "constant"), (8, 4))

@@ -71,6 +71,7 @@ def test_stops_and_shards_change_nothing(mode: str, engine: lce.Engine, tmp_path
 
 @pytest.mark.parametrize("mode", ["single", "shared"])
 @pytest.mark.parametrize("brief", [False, True])
+@pytest.mark.slow
 def test_the_number_of_lanes_changes_nothing(mode: str, brief: bool, engine: lce.Engine) -> None:
     found = [replies(engine, made(3, 2), mode=mode, brief=brief, lanes=n) for n in (1, 3, 8)]
     assert found[0] == found[1] == found[2]

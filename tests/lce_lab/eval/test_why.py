@@ -99,6 +99,7 @@ def test_a_method_is_asked_in_a_smaller_window_and_the_others_in_the_whole_one(m
     assert [line["window"] for line in lines] == [WINDOW, 48, WINDOW, WINDOW]
 
 
+@pytest.mark.slow
 def test_maps_that_lie_beside_a_model_serve_the_changes_but_a_smaller_window() -> None:
     sample = Sample("A stone lies here. " * 40, "Who?", ("nobody at all",), answer="nobody at all")
     (verdict,) = explain("demo", make("esa"), lambda _: [sample], length=300).verdicts

@@ -40,6 +40,7 @@ def test_eval_run_prints_a_line_a_cell_and_the_ceiling_first(tmp_path: Path) -> 
     assert len((tmp_path / "record").read_text().splitlines()) == 12
 
 
+@pytest.mark.slow
 def test_lengths_within_the_window_have_ceilings_of_their_own(tmp_path: Path) -> None:
     args = (*RUN, "--method", "longheads", "--lengths", "240,120,500", "--record", tmp_path / "record")
     *own, beyond = [cell["length"] for cell in json.loads(run(*args, "--json").stdout) if cell["ceiling"]]
@@ -50,6 +51,7 @@ def test_lengths_within_the_window_have_ceilings_of_their_own(tmp_path: Path) ->
     assert [cell.split()[0] for cell in row.split("|")[2:4]] == ["1.00", "1.00"]
 
 
+@pytest.mark.slow
 def test_a_run_names_the_time_left_over_all_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded answers do not count, and the tokens to read are the unit."""
     args = ["--method", "full,dca", "--task", "passkey,code", "--no-ceiling", "--record", tmp_path / "record"]
@@ -117,6 +119,7 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_resumes_is_shared_out_and_scores_what_it_wrote(tiny_model: Path, data: Path, tmp_path: Path) -> None:
     args = ["eval", "published", "longbench", "--data", data, "--model", tiny_model, "--method", "full,streaming"]
     args += ["--max-length", "100"]
