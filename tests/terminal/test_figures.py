@@ -126,7 +126,7 @@ def test_a_context(tiny_model: Path, tmp_path: Path) -> None:
 def test_what_is_neither(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "empty").mkdir()
-    assert_error(run("info", tmp_path / "missing"), 3, "missing", "No such file")
+    assert_error(run("info", tmp_path / "missing"), 3, "missing does not exist", "expected a checkpoint")
     assert_error(run("info", tmp_path / "text.txt"), 3, "text.txt")
     assert_error(run("info", tmp_path / "empty"), 3, "config.json")
     assert_error(run("info", "/dev/zero"), 3, "/dev/zero is a device")
