@@ -164,7 +164,7 @@ def prefill(opening: Opening, prompt: str, out: options.NewFile, output: Output,
         stats = engine.prefill_file(prompt, str(out.path), context=context, force=out.force, progress=bar, **how)
     output.object({"context": out.path, "stats": figures.stats_object(stats), "warning": next(iter(notes), None)})
     if not output.json:
-        output.figures(prefill_line(stats))
+        output.figures(prefill_line(stats, f"{named(str(out.path))} {size_text(Path(str(out.path)).stat().st_size)}"))
 
 
 @cli.command()

@@ -38,6 +38,8 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": service.started,
         "owned_by": "lce",
         "max_model_len": engine.setup.readable,
@@ -50,7 +52,8 @@ async def models(service: Service, request: Request) -> Response:
     """List the model, and the model with each named context."""
     own = service.settings.model
     names = [own, *(f"{own}@{each['name']}" for each in service.named.described())]
-    return Json({"object": "list", "data": [_model(service, name) for name in names]})
+    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # Anthropic's fields
+    return Json({"object": "list", "data": [_model(service, name) for name in names], **ends})
 
 
 async def model(service: Service, request: Request) -> Response:

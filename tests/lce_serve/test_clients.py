@@ -70,6 +70,7 @@ def test_openais_client_asks_for_schemas_calls_and_streams_at_once(address: str,
 def test_anthropics_own_client(address: str) -> None:
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0, timeout=WAIT_S) as client:
+        assert [each.display_name for each in client.models.list()] == ["tiny"]
         how: Any = {"model": "tiny", "max_tokens": 6, "messages": HI}
         whole = client.messages.create(**how)
         with client.messages.stream(**how) as stream:
