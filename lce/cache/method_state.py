@@ -42,6 +42,7 @@ class MethodState(ABC):
     """
 
     floats: ClassVar[bool] = True  # whether the tensor's dtype must be floating-point
+    forgets: ClassVar[bool] = True  # whether the state of a longer text may not be able to go back to this length
     in_place: ClassVar[bool] = False  # whether a pass that `has_space` only reads and writes the tensor's rows
     _held: Held = field(default=NOTHING, init=False)
     _next: Held = field(default=NOTHING, init=False)
@@ -112,6 +113,7 @@ class MethodState(ABC):
         """Return the largest length, at most `n_tokens`, to which this state of `length` tokens can go back."""
         return n_tokens if n_tokens == length else 0
 
+
     def mark(self, n_tokens: int) -> Held:
         """Return a mark of the state at `n_tokens` tokens, for `as_of`; `nearest` must allow this. Copies no rows."""
         return self._held if n_tokens else NOTHING
@@ -146,6 +148,7 @@ class GrowingRows(MethodState):
     token is read. The state's number is how many rows were written.
     """
 
+    forgets: ClassVar[bool] = False
     axis: ClassVar[int] = 0
     fewest: ClassVar[int] = 64  # a buffer is allocated with at least this many rows
     row_bytes: int
@@ -330,6 +333,10 @@ class RecentRows(MethodState):
         if not (self.remade and self._has(mark[1])):
             self._held = mark
 
+    @property
+    def forgets(self) -> bool:  # type: ignore[override]
+        return not self.remade
+
     def _has(self, n_tokens: int) -> bool:
         return self._held[0] is not None and self._held[1] <= max(0, n_tokens - self.n_kept)
 
@@ -348,6 +355,7 @@ def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
 class _OpenGroup(MethodState):
     """A state with rows of the last group of `size` tokens, not complete yet. Its number is the group's index."""
 
+    forgets: ClassVar[bool] = False
     size: int
     row_bytes: int
     n_rows: ClassVar[int] = 0  # the number of a group's rows; 0: one for each token

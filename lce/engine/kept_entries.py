@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from lce.engine.context import Context
 
 LEAST_SAVED = 16  # tokens: shorter contexts are not saved
+MOST_ASKED = 32  # entries with the same prefix that are asked how far back they can go
 
 Ids = NDArray[np.int32]
 PLACE = operator.attrgetter("place")
@@ -57,6 +58,17 @@ class Entry:
     def memory_bytes(self) -> int:
         """The bytes that the context takes in memory, shared ones included."""
         return 0 if self.context is None else self._held
+
+    @property
+    def forgets(self) -> bool:
+        """Whether what the method keeps may not go back to here once the text is longer."""
+        layers = () if self.context is None else self.context.cache.layers
+        return any(state.forgets for layer in layers for state in layer.state.values())
+
+    def reach(self, n_tokens: int) -> int:
+        """Return to how many of the first `n_tokens` the context can be cut. Of a file this is not known: to all."""
+        cache = None if self.context is None else self.context.cache
+        return n_tokens if cache is None or n_tokens > cache.n_tokens else cache.nearest(n_tokens)
 
     def unlink(self) -> None:
         """Remove the files, if there are any."""
@@ -118,7 +130,8 @@ class Entries(list[Entry]):
     def best(self, group: str, wanted: Ids) -> tuple[Entry | None, int]:
         """Return the entry with the longest common prefix, one in memory first, and the prefix' length.
 
-        Of several, the entry that has no other tokens is returned, if there is one.
+        Of several, the entry that has no other tokens is returned, if there is one. If the method's state cannot go
+        back far enough, it is an entry with a shorter prefix whose state can.
         """
         n = self.longest(group, wanted, lambda each: not each.unopenable)
         prefix = wanted[:n].tobytes()
@@ -127,15 +140,20 @@ class Entries(list[Entry]):
         usable = (each for each in equal if n and not each.unopenable)
         first = next(usable, None)
         in_memory = (each for each in usable if each.context is not None)
-        return (first if first is None or first.context is not None else next(in_memory, first)), n
+        found = first if first is None or first.context is not None else next(in_memory, first)
+        if found is None or (reach := found.reach(n)) == n:
+            return found, n
+        others = [*islice(in_memory, MOST_ASKED), *(each for each in self.prefixes(group, wanted) if each.context)]
+        best = max(others, key=lambda each: each.reach(min(n, len(each.ids))), default=found)
+        return (best, min(n, len(best.ids))) if best.reach(min(n, len(best.ids))) > reach else (found, n)
 
-    def prefixes(self, entry: Entry) -> list[Entry]:
-        """Return the other entries, if idle, whose tokens are the first ones of an entry."""
-        found, n, stop = list[Entry](), len(entry.ids), len(self)
-        while n and (stop := bisect_right(self, (entry.group, entry.ids[:n].tobytes()), hi=stop, key=PLACE)):
+    def prefixes(self, group: str, ids: Ids, but: Entry | None = None) -> list[Entry]:
+        """Return the entries, if idle, whose tokens are the first ones of `ids`, without the entry `but`."""
+        found, n, stop = list[Entry](), len(ids), len(self)
+        while n and (stop := bisect_right(self, (group, ids[:n].tobytes()), hi=stop, key=PLACE)):
             stop -= 1  # the last entry that may be a prefix of the first `n` tokens
             each = self[stop]
-            n = common(each.ids, entry.ids) if each.group == entry.group else 0
-            if each is not entry and not each.busy and n == len(each.ids):
+            n = common(each.ids, ids) if each.group == group else 0
+            if each is not but and not each.busy and n == len(each.ids):
                 found.append(each)
         return found

@@ -161,7 +161,7 @@ class KeptFiles:
             entry.path, entry.n_bytes, entry.unsavable = path if n_bytes else None, n_bytes, not n_bytes
             entry.busy, self._writing = False, ""
             if n_bytes:
-                for other in self._entries.prefixes(entry):
+                for other in self._entries.prefixes(entry.group, entry.ids, entry):
                     if other.context is None:
                         self._entries.drop(other)
                 self._make_space(0, self.budget)  # the file may be larger than the estimate

@@ -116,6 +116,10 @@ class PrefixCache(Unique):
             fork = context.fork()
             entry.weigh()
             return fork
+        shorter = self._entries.prefixes(entry.group, entry.ids, entry)
+        if entry.forgets and not any(2 * len(each.ids) > n_tokens for each in shorter if each.context):
+            entry.unsavable = entry.path is None  # stays in memory, for texts that begin alike and go on otherwise
+            return context.fork()
         entry.context = None  # the request appends to it
         if entry.path is None:
             self._entries.discard(entry)
@@ -143,9 +147,11 @@ class PrefixCache(Unique):
         ids = np.asarray(context.token_ids, np.int32)
         entry = Entry(ids, group_of(request.setup, context.rope), context, used=time.time())
         with self._lock:
-            for other in self._entries.prefixes(entry):
+            for other in self._entries.prefixes(entry.group, ids):
                 if other.path is not None and not other.path.exists():  # another process has removed the file
                     other.path = None
+                if other.context and entry.forgets and len(other.ids) < len(ids):
+                    continue  # `_taken` left it
                 if len(other.ids) == len(ids):
                     entry.path, entry.n_bytes, other.path = other.path, other.n_bytes, None
                 if other.path is None:  # the others' files are given up when this context has one

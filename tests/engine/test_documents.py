@@ -58,3 +58,25 @@ def test_the_turns_of_a_conversation_are_points_to_return_to(tiny_model: Path, n
     assert before is not None
     assert again is not None
     assert torch.equal(before, again)
+
+
+@pytest.mark.parametrize(
+    "spelled", [pytest.param(each, marks=() if each.startswith(EVERYDAY) else pytest.mark.slow) for each in METHODS]
+)
+def test_another_conversation_that_begins_alike_finds_its_beginning(tiny_model: Path, spelled: str) -> None:
+    """Also when the first one has grown so long that nothing can go back to its beginning."""
+    name, *knobs = spelled.split()
+    method = lce.methods.make(name, dict(each.split("=", 1) for each in knobs))
+    engine, system = lce.load(tiny_model, method, block=16), DOCUMENT[:96]
+    history = [*system, *tokens(16, seed=2)]
+    with engine.batch() as batch:
+        for turn in range(12):
+            found = within(batch.stream(history, max_tokens=4).finish)
+            history += [*found.token_ids, *tokens(40, seed=10 + turn)]
+        other = [*system, *tokens(20, seed=3)]
+        found = within(batch.stream(other, max_tokens=4).finish)
+        assert found.stats.read_before >= 80
+        assert found.token_ids == engine.generate(other, max_tokens=4).token_ids
+        assert len(batch._prefixes._entries) <= 5
+        again = within(batch.stream(history, max_tokens=4).finish)
+        assert again.stats.read_before >= len(history) - 41 - 16

@@ -439,6 +439,7 @@ def test_prefixes_are_found_by_their_pieces(full: lce.Engine, cache: PrefixCache
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+MOCK = Mock(**{"cache.n_tokens": 99, "cache.nearest": lambda n: n})
 KEPT = st.tuples(TOKENS, st.sampled_from("gh"), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 
 
@@ -447,7 +448,7 @@ def test_an_entry_is_found_as_if_all_were_compared(kept: list[Any], wanted: list
     entries, here, ids = Entries(), list[Entry](), np.array(wanted, np.int32)
     for own, group, in_memory, on_disk, is_odd, stays in kept:
         entry = Entry(np.array(own, np.int32), group, path=Path("x") if on_disk else None)
-        entry.context, entry.busy, entry.unopenable = Mock() if in_memory else None, is_odd, is_odd
+        entry.context, entry.busy, entry.unopenable = MOCK if in_memory else None, is_odd, is_odd
         entries.add(entry)
         here += [entry] if stays else []
     for entry in {*entries} - {*here}:
@@ -468,8 +469,8 @@ def test_an_entry_is_found_as_if_all_were_compared(kept: list[Any], wanted: list
     for one in here:
         others = [each for each in here if each.group == one.group and each is not one and not each.busy]
         expected = {each for each in others if common(each.ids, one.ids) == len(each.ids)}
-        assert {*entries.prefixes(one)} == expected
-        assert len(entries.prefixes(one)) == len(expected)
+        assert {*entries.prefixes(one.group, one.ids, one)} == expected
+        assert len(entries.prefixes(one.group, one.ids, one)) == len(expected)
 
 
 def test_many_kept_contexts_cost_a_request_little(full: lce.Engine) -> None:
