@@ -113,7 +113,6 @@ class MethodState(ABC):
         """Return the largest length, at most `n_tokens`, to which this state of `length` tokens can go back."""
         return n_tokens if n_tokens == length else 0
 
-
     def mark(self, n_tokens: int) -> Held:
         """Return a mark of the state at `n_tokens` tokens, for `as_of`; `nearest` must allow this. Copies no rows."""
         return self._held if n_tokens else NOTHING

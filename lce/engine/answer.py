@@ -86,7 +86,7 @@ class Options(Record):
 
 
 _ELSEWHERE = {  # options of other libraries, and what does the same here
-    "stream": "engine.stream yields pieces",
+    "stream": "engine.stream yields pieces, for a chat of tokenizer.render_chat(messages)",
     "method": "give it to lce.load, or to batch.stream",
     "system": "give it as a message, or to engine.conversation",
     "n": "give a list of prompts",

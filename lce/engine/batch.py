@@ -123,7 +123,7 @@ class Batch(Unique):
         """
         return self._ask(prompt, method, method_options, context, options, Request.hold if keep_context else None)
 
-    def chat(self, messages: str | Sequence[Mapping[str, str]], **how: Any) -> BatchStream:
+    def chat(self, messages: str | Sequence[Mapping[str, Any]], **how: Any) -> BatchStream:
         """Ask for the answer to messages, or to one user's message given as a text. Takes what `stream` takes.
 
         Messages and missing sampling are as in `Engine.chat`.

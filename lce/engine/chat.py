@@ -116,7 +116,7 @@ class Conversation(Unique):
         """How the last turn's answer may begin with a thought; None if it has none."""
         return self._past.turn.chat.thinking if self._past.turn else None
 
-    def ask(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
+    def ask(self, message: str | Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> Generation:
         """Generate the answer to one or more messages. Takes the options of `Engine.generate` except `context`.
 
         If the last message is the assistant's, it is continued: the result has what comes behind it.
@@ -125,7 +125,7 @@ class Conversation(Unique):
         """
         return self.stream(message, **options).finish()
 
-    def stream(self, message: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Stream:
+    def stream(self, message: str | Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> Stream:
         """Answer like `ask`, but stream the text. A turn that fails before its answer begins leaves no message."""
         together = self.setup.together
         if together(lambda: options.pop("context", None), lambda given: {"context": given is not None}) is not None:

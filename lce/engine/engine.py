@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor
 
@@ -220,7 +220,7 @@ class Engine(Unique):
 
         return Conversation(self.setup, system, context=own_context(self.setup, context), length=length)
 
-    def chat(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[GenerationOptions]) -> Generation:
+    def chat(self, messages: str | Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> Generation:
         """Answer a list of messages `{"role": ..., "content": ...}`, or one user's message given as a text.
 
         A last message of the assistant is continued: the text is what comes behind it. Takes the options of

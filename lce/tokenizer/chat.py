@@ -108,7 +108,7 @@ def render_chat(
 
 
 def _checked(messages: object) -> list[dict[str, Any]]:
-    expected = 'expected a list of {"role": a string, "content": a string}'
+    expected = 'expected a list of {"role": a string, "content": a string or a list of text parts}'
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError(f"the messages are {shown(messages)}; {expected}")
     found = [dict(message) if isinstance(message, Mapping) else {} for message in messages]

@@ -172,7 +172,7 @@ class Tokenizer:
 
         return Detokenizer(spell, self._vocabulary.spelling)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation in this model's chat format; see `render_chat`."""
         return self.render_chat(messages, add_generation_prompt).text
 
