@@ -2,7 +2,7 @@
 
 import operator
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -127,17 +127,21 @@ class Entries(list[Entry]):
         near = [next((self[i] for i in side if fits(self[i])), None) for side in sides]
         return max((common(each.ids, wanted) for each in near if each and each.group == group), default=0)
 
-    def best(self, group: str, wanted: Ids) -> tuple[Entry | None, int]:
-        """Return the entry with the longest common prefix, one in memory first, and the prefix' length.
-
-        Of several, the entry that has no other tokens is returned, if there is one. If the method's state cannot go
-        back far enough, it is an entry with a shorter prefix whose state can.
-        """
+    def sharing(self, group: str, wanted: Ids) -> tuple[Iterator[Entry], int]:
+        """Return the entries that share the longest prefix with `wanted`, the shortest one first, and its length."""
         n = self.longest(group, wanted, lambda each: not each.unopenable)
         prefix = wanted[:n].tobytes()
         after = islice(self, bisect_left(self, (group, prefix), key=PLACE), None)
         equal = takewhile(lambda each: each.group == group and each.place[1].startswith(prefix), after)
-        usable = (each for each in equal if n and not each.unopenable)
+        return (each for each in equal if n and not each.unopenable), n
+
+    def best(self, group: str, wanted: Ids) -> tuple[Entry | None, int]:
+        """Return the entry with the longest common prefix, one in memory first, and the prefix' length.
+
+        Of several, the entry that has no other tokens is returned, if there is one. If its state cannot go back so far,
+        an entry with a shorter prefix whose state can is returned.
+        """
+        usable, n = self.sharing(group, wanted)
         first = next(usable, None)
         in_memory = (each for each in usable if each.context is not None)
         found = first if first is None or first.context is not None else next(in_memory, first)

@@ -9,8 +9,11 @@ import json
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ from lce.progress import notice
 # A context of more than `ALWAYS_SAVED` tokens is saved if less than 15/16 of it is in another context's file.
 ALWAYS_SAVED, SAVED_SHARE = 4096, 16
 LEAST_UNSAVED = 256 << 20  # bytes of contexts that may wait for the saver, however small the budget is
+MOST_SPELLED = 8  # kept contexts of which the texts are compared with a chat's
 LEAST_SHARED = 16  # tokens: a fork is not made for fewer
 FORKED_TOKENS = 128  # copying so many tokens' keys and values for a first fork takes less time than reading one token
 
@@ -210,17 +214,28 @@ class PrefixCache(Unique):
         """Return a chat's ids. If a kept context has the beginning of the chat's text, its tokens begin the ids.
 
         The text continues the tokens `before`. A model may have written an answer in other tokens than its text has:
-        then the context's tokens are read on, as in a `Conversation`.
+        then the context's tokens are read on, as in a `Conversation`, all or up to a control token.
         """
-        chat, ids, tokenizer = request.chat, request.ids, request.setup.tokenizer
-        entry, n = self._entries.best(group, np.asarray([*before, *ids], dtype=np.int32))
-        if chat is None or entry is None or n == len(entry.ids) or n <= len(before):
+        chat, ids, tokenizer, n_before = request.chat, request.ids, request.setup.tokenizer, len(before)
+        entries, n_same = self._entries.sharing(group, np.asarray([*before, *ids], dtype=np.int32))
+        if chat is None or not n_before < n_same < n_before + len(ids):
             return ids
-        n, own = n - len(before), entry.ids[len(before) :].tolist()
-        text = tokenizer.decode(ids[:n], skip_special=False) + tokenizer.decode(own[n:], skip_special=False)
-        if not chat.text.startswith(text) or any(cut < len(text) for cut in chat.cuts):
+        n, decode = n_same - n_before, partial(tokenizer.decode, skip_special=False)
+        same, best, best_text = decode(ids[:n]), list[int](), ""
+        for own in (each.ids[n_before:].tolist() for each in islice(entries, MOST_SPELLED)):
+            ends = [i for i in range(n + 1, len(own) + 1) if i == len(own) or tokenizer.bytes_of(own[i - 1]) is None]
+
+            def text(stop: int, own: list[int] = own) -> str:
+                return same + decode(own[n:stop])
+
+            at = 0  # the first one alone tells most other texts apart
+            if ends and chat.text.startswith(text(ends[0])):
+                at = bisect_left(ends, True, key=lambda stop: not chat.text.startswith(text(stop)))
+            if at and len(found := text(ends[at - 1])) > len(best_text):
+                best, best_text = own[: ends[at - 1]], found
+        if not best or any(cut < len(best_text) for cut in chat.cuts):
             return ids
-        return [*own, *tokenizer.encode_parts(chat, len(text))]
+        return [*best, *tokenizer.encode_parts(chat, len(best_text))]
 
     @property
     def memory_bytes(self) -> int:

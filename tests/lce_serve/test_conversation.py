@@ -9,6 +9,7 @@ import pytest
 
 import lce
 from lce_serve.service import Service, Settings
+from tests.command import within
 from tests.lce_serve.conftest import serving
 
 TURNS = 5
@@ -33,3 +34,23 @@ def test_each_token_of_a_conversation_is_read_once(method: str, chat_model: Path
     assert cached[0] == 0
     for (before, _), (_, now) in pairwise(zip(usages, cached, strict=True)):
         assert now == before["total_tokens"] - 1  # the last token of an answer is generated, but was not read yet
+
+
+def test_a_conversation_is_found_though_its_end_is_asked_anew(chat_model: Path) -> None:
+    """Answers are of single letters, which are other tokens when their text is read; the method goes back a little."""
+    engine, messages, n_read = lce.load(chat_model, lce.methods.SelfExtend(local=4), block=16), list[Any](), list[int]()
+    tokenizer = engine.tokenizer
+    bias = {i: -100.0 for i in range(tokenizer.vocab_size) if tokenizer.bytes_of(i) is None}
+    bias |= {tokenizer.encode(letter, bos=False)[0]: 100.0 for letter in "the"}
+    with engine.batch() as batch:
+        for turn in range(8):
+            messages.append({"role": "user", "content": f"turn {turn}: the quick fox and the lazy dog"})
+            how: Any = {"max_tokens": 24, "temperature": 1.0, "seed": turn, "logit_bias": bias}
+            found = within(batch.chat(messages, **how).finish)
+            assert tokenizer.encode(found.text, bos=False) != found.token_ids
+            messages.append({"role": "assistant", "content": found.text})
+            n_read.append(found.stats.prompt_tokens - found.stats.read_before)
+        for changed in (messages[:-1], [*messages[:-2], {"role": "user", "content": "something else"}]):
+            found = within(batch.chat(changed, max_tokens=4, temperature=0).finish)
+            n_read.append(found.stats.prompt_tokens - found.stats.read_before)
+    assert max(n_read) < 50, "of the 510 tokens at the end"
