@@ -121,7 +121,7 @@ def read_header(descriptor: int, path: Path) -> Header:
     file_bytes = os.fstat(descriptor).st_size
     length = int.from_bytes(_read(descriptor, 8, 0, path), "little") if file_bytes > 8 else 0
     if file_bytes <= 8 or length > file_bytes - 8:
-        damaged = f"if it was one, it is damaged or incomplete: {REMEDY}; if it is a text, name a model too: -m MODEL"
+        damaged = f"if it was one, it is damaged or incomplete: {REMEDY}; `lce info FILE -m MODEL` describes a text"
         raise DataError(f"{named(path)} has no header of a context; {damaged}")
     if length > _LARGEST_HEADER:
         raise strange

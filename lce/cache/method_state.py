@@ -42,7 +42,7 @@ class MethodState(ABC):
     """
 
     floats: ClassVar[bool] = True  # whether the tensor's dtype must be floating-point
-    forgets: ClassVar[bool] = True  # whether the state of a longer text may not be able to go back to this length
+    forgets: ClassVar[bool] = True  # whether the state of a longer text may be unable to go back to this length
     in_place: ClassVar[bool] = False  # whether a pass that `has_space` only reads and writes the tensor's rows
     _held: Held = field(default=NOTHING, init=False)
     _next: Held = field(default=NOTHING, init=False)

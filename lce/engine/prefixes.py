@@ -120,10 +120,11 @@ class PrefixCache(Unique):
             fork = context.fork()
             entry.weigh()
             return fork
-        shorter = self._entries.prefixes(entry.group, entry.ids, entry)
-        if entry.forgets and not any(2 * len(each.ids) > n_tokens for each in shorter if each.context):
-            entry.unsavable = entry.path is None  # stays in memory, for texts that begin alike and go on otherwise
-            return context.fork()
+        if entry.forgets:
+            shorter = self._entries.prefixes(entry.group, entry.ids, entry)
+            if not any(2 * len(each.ids) > n_tokens for each in shorter if each.context):
+                entry.unsavable = entry.path is None  # stays in memory, for texts that begin alike and go on otherwise
+                return context.fork()
         entry.context = None  # the request appends to it
         if entry.path is None:
             self._entries.discard(entry)
@@ -143,8 +144,8 @@ class PrefixCache(Unique):
     def keep(self, request: Request, context: Context) -> None:
         """Keep a request's context, which nobody else uses from now on, for later requests.
 
-        Kept contexts that `context` continues are given up. If `context` continues a given context, only the given one
-        is saved.
+        Kept contexts that `context` continues are given up, unless its state may not go back to their ends. If `context`
+        continues a given context, only the given one is saved.
         """
         if not self.reuse or len(context) <= request.n_before or context.cache.fixed or not context.cache.length:
             return

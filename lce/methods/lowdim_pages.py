@@ -72,15 +72,14 @@ class LowDim(ContextSelector, name="lowdim"):
         """Return the number of tokens whose principal components are taken."""
         return resolved(selection.budget.tokens) // selection.size * selection.size
 
-    def size(self, sizes: Sizes, selection: Selection) -> int:
-        """Return the number of numbers in a low-dim key."""
-        n_numbers = sizes.n_kv_heads * sizes.head_dim
-        return (
-            self.low_dim if self.compress != "pca" else min(self.low_dim, n_numbers, max(1, self.sample(selection) - 1))
-        )
+    def dims(self, sizes: Sizes, selection: Selection) -> int:
+        """Return the number of dimensions of a low-dim key: components are no more than a key has, or a sample allows."""
+        if self.compress != "pca":
+            return self.low_dim
+        return min(self.low_dim, sizes.n_kv_heads * sizes.head_dim, max(1, self.sample(selection) - 1))
 
     def state(self, layout: CacheLayout, selection: Selection) -> Mapping[str, MethodState]:
-        low_dim = self.size(layout, selection)
+        low_dim = self.dims(layout, selection)
         kept: dict[str, MethodState] = {LOW_DIM_KEYS: TokenRows(low_dim * layout.dtype.itemsize)}
         if self.compress == "pca":
             kept[FIRST_KEYS] = FirstKeys(layout.key_bytes, self.sample(selection))
@@ -91,7 +90,7 @@ class LowDim(ContextSelector, name="lowdim"):
         self, kept: Mapping[str, FileTensor], layout: CacheLayout, selection: Selection, n_tokens: int
     ) -> bool:
         basis, keys, first = (kept.get(name) for name in (BASIS, LOW_DIM_KEYS, FIRST_KEYS))
-        low_dim, n_numbers = self.size(layout, selection), layout.n_kv_heads * layout.head_dim
+        low_dim, n_numbers = self.dims(layout, selection), layout.n_kv_heads * layout.head_dim
         sampled = (layout.n_kv_heads, min(n_tokens, self.sample(selection)), layout.head_dim)
         return (
             (keys is None) == (self.compress == "pca" and basis is None)
@@ -131,7 +130,7 @@ class LowDim(ContextSelector, name="lowdim"):
 
     def cost(self, block: QueryBlock, selection: Selection) -> Cost:
         """Return the cost of choosing, without the principal components. A low-dim key counts in its token's block."""
-        size, low_dim, key_size = selection.size, self.size(block, selection), block.n_kv_heads * block.head_dim
+        size, low_dim, key_size = selection.size, self.dims(block, selection), block.n_kv_heads * block.head_dim
         n_tokens = block.stop // size * size if block.stop > size else 0
         query_size = key_size if self.compress == "pca" else block.n_heads * block.head_dim
         low = (len(block) * key_size + (len(block) * query_size if n_tokens else 0)) * low_dim

@@ -12,9 +12,10 @@ import lce
 from lce.engine import grammar
 from lce_serve.calls import CallReader
 from lce_serve.conversation import rendered
+from lce_serve.fields import Fields
 from lce_serve.grammar import tools_constraint
 from lce_serve.service import Service
-from lce_serve.tools import Tool, Tools
+from lce_serve.tools import Tool, Tools, openai_tools
 from tests.checkpoints import save_chat
 from tests.lce_serve.conftest import events
 
@@ -72,6 +73,7 @@ def test_a_keyword_that_cannot_be_enforced_is_left_out(client: Any, odd: Any, no
     assert note in headers["x-lce-warning"], name
 
 
+TEXT_ALONE = {"input": {"type": "string"}}
 ALLOWED = [{"type": "function", "name": "b"}, {"type": "custom", "custom": {"name": "c"}}]
 
 
@@ -87,6 +89,8 @@ def test_a_custom_tool_is_a_function_of_a_text(client: TestClient) -> None:
     """The tiny model ends no text, so the call is cut."""
     for path, custom in (("chat/completions", {"custom": {"name": "c"}}), ("responses", {"name": "c"})):
         tools, said = [{"type": "custom", **custom}], {"messages": HI} if path.startswith("chat") else {"input": "hi"}
+        (found,) = openai_tools(Fields({"tools": tools, "tool_choice": tools[0]})).callable
+        assert (found.name, found.schema["required"], found.schema["properties"]) == ("c", ["input"], TEXT_ALONE)
         answer = client.post(f"/v1/{path}", json={**said, "tools": tools, "tool_choice": tools[0], "max_tokens": 9})
         assert answer.status_code == 200, answer.text
 
