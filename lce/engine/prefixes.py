@@ -144,7 +144,7 @@ class PrefixCache(Unique):
     def keep(self, request: Request, context: Context) -> None:
         """Keep a request's context, which nobody else uses from now on, for later requests.
 
-        Kept contexts that `context` continues are given up, unless its state may not go back to their ends. If `context`
+        Kept contexts that `context` continues are given up, unless its state may not go back so far. If `context`
         continues a given context, only the given one is saved.
         """
         if not self.reuse or len(context) <= request.n_before or context.cache.fixed or not context.cache.length:

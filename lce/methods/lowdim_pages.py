@@ -73,7 +73,7 @@ class LowDim(ContextSelector, name="lowdim"):
         return resolved(selection.budget.tokens) // selection.size * selection.size
 
     def dims(self, sizes: Sizes, selection: Selection) -> int:
-        """Return the number of dimensions of a low-dim key: components are no more than a key has, or a sample allows."""
+        """Return the number of dimensions of a low-dim key: of components no more than a sample of keys has."""
         if self.compress != "pca":
             return self.low_dim
         return min(self.low_dim, sizes.n_kv_heads * sizes.head_dim, max(1, self.sample(selection) - 1))
