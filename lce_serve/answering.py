@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -15,28 +15,40 @@ import lce
 from lce_serve.choices import Delta, Ended
 from lce_serve.fields import Fields
 from lce_serve.generation import Asked, Run, begin
-from lce_serve.refusals import Refusal, refusal_of
+from lce_serve.refusals import Refusal
 from lce_serve.service import Record, Service
 from lce_serve.sse import EventStream, event, unless_gone
 
 MOST_CHOICES = 8
-_SCHEMA = "give response_format with a JSON schema"
 MOST_SAID = 4096  # characters of the header that names what is not enforced
 # Fields of other servers that would change an answer, with what to do instead. A value that is false or empty asks for
 # nothing, and neither does a usual one.
-_UNDONE = {
+_UNDONE: dict[str, str] = {
     **dict.fromkeys(
-        ("suffix", "use_beam_search", "bad_words", "allowed_token_ids", "logits_processors"), "leave it out"
+        "suffix use_beam_search bad_words allowed_token_ids logits_processors prompt_logprobs truncate_prompt_tokens "
+        "include_stop_str_in_output best_of skip_special_tokens modalities mirostat typical_p".split(),
+        "leave it out",
     ),
-    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output"), "leave it out"),
-    **dict.fromkeys(("best_of", "skip_special_tokens", "modalities", "mirostat", "typical_p"), "leave it out"),
-    **dict.fromkeys(("guided_json", "guided_json_object", "guided_choice"), _SCHEMA),
-    **dict.fromkeys(("guided_regex", "guided_grammar", "structured_outputs"), _SCHEMA),
-    **dict.fromkeys(("grammar", "json_schema", "regex", "ebnf", "format"), _SCHEMA),
+    **dict.fromkeys(
+        "guided_json guided_json_object guided_choice guided_regex guided_grammar structured_outputs "
+        "grammar json_schema regex ebnf format".split(),
+        "give response_format with a JSON schema",
+    ),
     **dict.fromkeys(("functions", "function_call"), "give tools and tool_choice"),
     **dict.fromkeys(("options", "num_predict", "n_predict"), "give max_tokens, temperature and others by themselves"),
 }
 _USUAL = {"skip_special_tokens": True, "modalities": ["text"], "typical_p": 1, "best_of": 1, "function_call": "none"}
+
+NUMBERS: dict[str, tuple[float, float, type[float]]] = {  # of sampling: the least, the most and the kind
+    "temperature": (0, 2, float),
+    "top_p": (0, 1, float),
+    "top_k": (-1, 1 << 31, int),
+    "min_p": (0, 1, float),
+    "seed": (-(1 << 63), (1 << 63) - 1, int),
+    "presence_penalty": (-2, 2, float),
+    "frequency_penalty": (-2, 2, float),
+    "repetition_penalty": (0.01, 100, float),
+}
 
 
 class Json(JSONResponse):
@@ -52,8 +64,14 @@ class Form(Protocol):
     def body(self, run: Run) -> dict[str, Any]:
         """Return the whole answer of a run that is complete."""
 
-    def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
-        """Yield the encoded events of a run."""
+    def begin(self, run: Run) -> Iterable[bytes]:
+        """Return the encoded events with which a stream begins."""
+
+    def add(self, run: Run, each: Delta | Ended) -> Iterable[bytes]:
+        """Return the encoded events of what is new."""
+
+    def end(self, run: Run) -> Iterable[bytes]:
+        """Return the encoded events with which a stream ends."""
 
     def failed(self, refusal: Refusal) -> bytes:
         """Return the event that ends a stream which failed."""
@@ -62,8 +80,8 @@ class Form(Protocol):
 class OpenAIForm:
     """The base of the forms of chat and completions. `chunk` names the kind of the objects in a stream."""
 
-    def __init__(self, service: Service, prefix: str, chunk: str, include_usage: bool) -> None:
-        engine, self._include_usage = service.engine, include_usage
+    def __init__(self, service: Service, fields: Fields, prefix: str, chunk: str) -> None:
+        engine, self._include_usage = service.engine, fields.inner("stream_options").flag("include_usage")
         self._tokenizer = engine.tokenizer
         self._common = {
             "id": new_id(prefix),
@@ -74,14 +92,13 @@ class OpenAIForm:
         }
 
     def failed(self, refusal: Refusal) -> bytes:
-        return event(refusal.body(anthropic=False))
+        return event(refusal.body())
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         """Return an event about one choice."""
         return event({**self._common, "choices": [choice], **({"usage": None} if self._include_usage else {})})
 
-    def _ends(self, run: Run) -> Iterator[bytes]:
-        """Yield the last events of a stream."""
+    def end(self, run: Run) -> Iterator[bytes]:
         if self._include_usage:
             yield event({**self._common, "choices": [], "usage": openai_usage(run)})
         yield event("[DONE]")
@@ -104,7 +121,12 @@ async def answer(service: Service, request: Request, asked: Asked, form: Form) -
     async def events() -> AsyncGenerator[bytes]:
         inner = run.events()
         try:
-            async for data in form.events(run, inner):
+            for data in form.begin(run):
+                yield data
+            async for each in inner:
+                for data in form.add(run, each):
+                    yield data
+            for data in form.end(run):
                 yield data
         except Exception as error:
             yield form.failed(request.scope["lce.failed"](error))
@@ -117,49 +139,24 @@ async def answer(service: Service, request: Request, asked: Asked, form: Form) -
     return stream
 
 
-def failure(error: BaseException, record: Record) -> Refusal:
-    """Return what a client is told of an error. For an unexpected error, this is only the request's id."""
-    known = refusal_of(error)
-    return known or Refusal(500, f"internal error; the server's log has it under {record.id}")
+def sampling(fields: Fields, names: Iterable[str] = NUMBERS, stop: str = "stop") -> dict[str, Any]:
+    """Return options of sampling as `Batch.stream` takes them: some of `NUMBERS`, and what stops an answer."""
+    found: dict[str, Any] = {name: fields.number(name, *NUMBERS[name]) for name in names}
+    found |= {"stop": fields.stops(stop), "stop_token_ids": fields.ids("stop_token_ids")}
+    off = {"top_k": -1, "top_p": 0}  # vLLM's -1 and a client's 0
+    return {name: value for name, value in found.items() if value not in (None, [], off.get(name))}
 
 
 def openai_options(fields: Fields) -> dict[str, Any]:
-    """Return the options of sampling that OpenAI's chat and completions share, as `Batch.stream` takes them."""
-    found: dict[str, Any] = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 0, 1),
-        "top_k": fields.whole("top_k", -1, 1 << 31),
-        "min_p": fields.number("min_p", 0, 1),
-        "seed": fields.whole("seed", -(2**63), 2**63 - 1),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "repetition_penalty": fields.number("repetition_penalty", 0.01, 100),
-        "stop": fields.stops("stop") or None,
-        "stop_token_ids": token_ids(fields, "stop_token_ids") or None,
-    }
-    for name, off in (("top_k", -1), ("top_p", 0)):  # vLLM's -1 and a client's 0 are off
-        found[name] = None if found[name] == off else found[name]
-    if found["seed"] is not None:
+    """Return the options of sampling that OpenAI's APIs share."""
+    found, given = sampling(fields), fields.object("logit_bias") or {}
+    if "seed" in found:
         found["seed"] %= 2**63
-    return {**{name: value for name, value in found.items() if value is not None}, **_bias(fields)}
-
-
-def token_ids(fields: Fields, field: str) -> list[int]:
-    """Return a list of token ids."""
-    found = fields.items(field, 1024)
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
-        raise Refusal(400, f"{fields.name(field)} must be a list of token ids", fields.name(field))
-    return found
-
-
-def _bias(fields: Fields) -> dict[str, Any]:
-    """Return the option `logit_bias`, if the field has tokens."""
-    given = fields.object("logit_bias") or {}
-    inner = Fields(given, "logit_bias")
     if len(given) > 1024 or not all(name.isascii() and name.isdigit() and len(name) < 12 for name in given):
         raise Refusal(400, "logit_bias must map up to 1024 token ids to numbers from -100 to 100", "logit_bias")
-    found = {int(name): inner.number(name, -100, 100) or 0.0 for name in given}
-    return {"logit_bias": found} if found else {}
+    inner = Fields(given, "logit_bias")
+    bias = {int(name): inner.number(name, -100, 100) or 0.0 for name in given}
+    return found | ({"logit_bias": bias} if bias else {})
 
 
 def common(service: Service, fields: Fields) -> dict[str, Any]:
@@ -188,15 +185,15 @@ def new_id(kind: str) -> str:
     return f"{kind}{secrets.token_hex(12)}"
 
 
-def openai_usage(run: Run) -> dict[str, Any]:
-    """Return the object `usage` of chat and completions."""
+def openai_usage(run: Run, read: str = "prompt", written: str = "completion") -> dict[str, Any]:
+    """Return the object `usage`, in which an API calls tokens `read` and `written`."""
     prompt, cached, generated = run.usage()
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
+        f"{read}_tokens": prompt,
+        f"{read}_tokens_details": {"cached_tokens": cached},
+        f"{written}_tokens": generated,
+        f"{written}_tokens_details": {"reasoning_tokens": run.thought_tokens()},
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": run.thought_tokens()},
     }
 
 

@@ -15,7 +15,7 @@ from lce_serve.answering import Json
 from lce_serve.chat import chat
 from lce_serve.completions import completions
 from lce_serve.fields import Fields
-from lce_serve.guard import Guard, body_of
+from lce_serve.guard import Guard, bytes_of, parsed
 from lce_serve.inspecting import inspect
 from lce_serve.messages import count_tokens, messages
 from lce_serve.openapi import document
@@ -27,9 +27,15 @@ from lce_serve.service import Service
 Reader = Callable[[Service, Request], Awaitable[Response]]
 Writer = Callable[[Service, Request, Fields], Awaitable[Response]]
 
+
+async def _describe(service: Service, request: Request) -> Response:
+    return Json(document())
+
+
 WITHOUT_BODY: dict[tuple[str, str], Reader] = {
     ("GET", "/"): page,
     ("GET", "/inspect"): picture,
+    ("GET", "/openapi.json"): _describe,
     ("GET", "/health"): facts.health,
     ("GET", "/metrics"): facts.metrics,
     ("GET", "/props"): facts.props,
@@ -51,25 +57,30 @@ WITH_BODY: dict[tuple[str, str], Writer] = {
 }
 
 
+_VERBS = [*WITHOUT_BODY, *WITH_BODY]
+
+
 def application(service: Service) -> ASGIApp:
     """Return the application of a server."""
 
-    async def describe(service: Service, request: Request) -> Response:
-        return Json(document())
+    def route(verb: str, path: str, answer: Callable[..., Awaitable[Response]], has_body: bool) -> Route:
+        async def endpoint(request: Request) -> Response:
+            request.scope["lce.record"].endpoint = path
+            if not has_body:
+                return await answer(service, request)
+            service.check_ready()  # before the body is read
+            body = await parsed(await bytes_of(request, service.settings), service.settings)
+            return await answer(service, request, Fields(body))
 
-    readers = {**WITHOUT_BODY, ("GET", "/openapi.json"): describe}
-    routes = [
-        *(Route(path, _reading(service, path, each), methods=[verb]) for (verb, path), each in readers.items()),
-        *(Route(path, _writing(service, path, each), methods=[verb]) for (verb, path), each in WITH_BODY.items()),
-    ]
-    return Guard(_Paths(routes), service)
+        return Route(path, endpoint, methods=[verb])
+
+    routes = [route(*key, answer, False) for key, answer in WITHOUT_BODY.items()]
+    routes += [route(*key, answer, True) for key, answer in WITH_BODY.items()]
+    return Guard(_Paths(routes, redirect_slashes=False), service)
 
 
 class _Paths(Router):
     """The routes. Other paths and verbs are refused in the same form as everything else."""
-
-    def __init__(self, routes: list[Route]) -> None:
-        super().__init__(routes, redirect_slashes=False)
 
     async def not_found(self, scope: Any, receive: Any, send: Any) -> None:
         raise Refusal(404, "there is nothing at this path; /openapi.json lists the paths")
@@ -81,23 +92,3 @@ class _Paths(Router):
             allow = ", ".join(sorted(verbs))
             raise Refusal(405, f"expected {allow}", headers={"Allow": allow})
         await super().app(scope, receive, send)
-
-
-_VERBS = [*WITHOUT_BODY, *WITH_BODY, ("GET", "/openapi.json")]
-
-
-def _reading(service: Service, path: str, reader: Reader) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        request.scope["lce.record"].endpoint = path
-        return await reader(service, request)
-
-    return endpoint
-
-
-def _writing(service: Service, path: str, writer: Writer) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        request.scope["lce.record"].endpoint = path
-        _ = service.batch  # refuses a request while the server is loading or draining, before its body is read
-        return await writer(service, request, Fields(await body_of(request, service.settings)))
-
-    return endpoint

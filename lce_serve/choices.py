@@ -40,17 +40,17 @@ class Ended:
 
 
 class Choice:
-    """One answer that is being generated. `shorter` starts its stream again with fewer tokens, or returns None.
+    """An answer that is being generated. `indices` are its numbers among the choices: several if nothing is drawn.
 
-    `thinking` says how the answer may begin with a thought; None if it has no thought.
+    `shorter` starts its stream again with fewer tokens, or returns None. `thinking` says how the answer may begin with
+    a thought; None if it has no thought.
     """
 
-    def __init__(self, index: int, stream: Any, tools: Tools, shorter: Shorter, thinking: Any = None) -> None:
-        self.index, self.stream = index, stream
+    def __init__(self, stream: Any, tools: Tools, shorter: Shorter, thinking: Any = None) -> None:
+        self.stream, self.indices = stream, list[int]()
         self._shorter, self._thinking = shorter, thinking
         self.text, self.thought, self.calls = "", "", list[Call]()
         self.reason = ""
-        self.copies = list[Choice]()  # choices of the same stream, because nothing is drawn
         self._thoughts = None if thinking is None else thinking.reader()
         self._reader = CallReader(tools) if tools.callable else None
         self._n_logprobs = 0
@@ -89,7 +89,7 @@ class Choice:
         self._n_logprobs += len(fresh)
         self.text, self.thought = self.text + text, self.thought + thought
         self.calls += calls
-        return Delta(self.index, text, calls, fresh, thought)
+        return Delta(self.indices[0], text, calls, fresh, thought)
 
     async def pieces(self) -> AsyncGenerator[Any]:
         """Yield the pieces of the stream. The limit is lowered until memory suffices."""
@@ -107,10 +107,7 @@ class Choice:
                 self.stream = stream
 
     def end(self) -> Ended:
-        """Note why the choice ended."""
+        """Note why the answer ended."""
         reason = self.stream.result.finish_reason
         self.reason = "length" if reason == "length" else "tool_calls" if self.calls else "stop"
-        for copy in self.copies:
-            copy.stream, copy.text, copy.calls, copy.reason = self.stream, self.text, self.calls, self.reason
-            copy.thought = self.thought
-        return Ended(self.index, self.reason)
+        return Ended(self.indices[0], self.reason)

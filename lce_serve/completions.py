@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -42,7 +43,7 @@ async def completions(service: Service, request: Request, fields: Fields) -> Res
     max_tokens, n = fields.limit("max_tokens", 0), choices_of(fields)
     if n_top is not None:
         options["logprobs"] = n_top
-    form = _Form(service, n_top, fields.inner("stream_options").flag("include_usage"))
+    form = _Form(service, fields, n_top)
     if fields.flag("echo"):
         if how["context"] is not None:
             raise Refusal(400, "echo cannot show a named context; leave one of them out", "echo")
@@ -59,15 +60,14 @@ async def completions(service: Service, request: Request, fields: Fields) -> Res
 
 def _prompts(fields: Fields) -> list[Any]:
     """Return the prompts: texts, or lists of token ids."""
-    found = fields.value("prompt", (str, list), "a string, token ids, or a list of these")
-    if found is None:
-        raise wrong("prompt", None, "a string, token ids, or a list of these")
+    expected = "a string, token ids, or a list of these"
+    found = fields.needed("prompt", (str, list), expected)
     prompts = [found] if isinstance(found, str) or (found and isinstance(found[0], int)) else found
     if not 0 < len(prompts) <= MOST_PROMPTS:
         raise Refusal(400, f"prompt has {len(prompts)} prompts; expected 1 to {MOST_PROMPTS}", "prompt")
     for prompt in prompts:
         if not isinstance(prompt, str | list):
-            raise wrong("prompt", prompt, "a string, token ids, or a list of these")
+            raise wrong("prompt", prompt, expected)
         if not prompt:
             raise Refusal(400, "prompt is empty; expected some text", "prompt")
     return list(prompts)
@@ -90,6 +90,9 @@ class _Tokens:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     top: list[dict[str, float] | None] = field(default_factory=list)
+
+
+_NONE = _Tokens()
 
 
 async def _echo(service: Service, ids: list[int], n_top: int | None, *method: Any) -> _Tokens:
@@ -138,53 +141,40 @@ class _Offsets:
 class _Form(OpenAIForm):
     """The form of completions. `echoes` has each prompt's tokens, if the answer begins with them."""
 
-    def __init__(self, service: Service, n_top: int | None, include_usage: bool) -> None:
-        super().__init__(service, "cmpl-", "text_completion", include_usage)
+    def __init__(self, service: Service, fields: Fields, n_top: int | None) -> None:
+        super().__init__(service, fields, "cmpl-", "text_completion")
         self._n_top = n_top
         self.echoes: list[_Tokens] = []
+        self._offsets = defaultdict[int, _Offsets](lambda: _Offsets(self._tokenizer))  # of each choice
 
     def unanswered(self, lengths: list[int], n: int) -> dict[str, Any]:
         """Return the answer to a request for no tokens: the prompts alone, or nothing."""
-        choices = [
-            self._choice(i * n + k, self._echo(i), _Tokens(), "", "length")
-            for i in range(len(lengths))
-            for k in range(n)
-        ]
+        choices = [self._choice(k, "", "length", self._echo(k // n)) for k in range(len(lengths) * n)]
         usage = {"prompt_tokens": sum(lengths), "completion_tokens": 0, "total_tokens": sum(lengths)}
         return {**self._common, "choices": choices, "usage": usage}
 
     def body(self, run: Run) -> dict[str, Any]:
-        choices = [
-            self._choice(
-                each.index,
-                self._echo(each.index // run.asked.n),
-                self._said(each.logprobs or []),
-                each.text,
-                each.reason,
-            )
-            | each.seed
-            for each in run.choices
-        ]
+        choices = []
+        for index, each in enumerate(run.choices):
+            echo, said = self._echo(index // run.asked.n), self._said(each.logprobs or [])
+            choices.append(self._choice(index, each.text, each.reason, echo, said) | each.seed)
         return {**self._common, "choices": choices, "usage": openai_usage(run)}
 
-    async def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
-        offsets = {choice.index: _Offsets(self._tokenizer) for choice in run.choices}
-        for choice in run.choices if self.echoes else []:
-            made = self._choice(choice.index, self._echo(choice.index // run.asked.n), _Tokens(), "", None)
-            offsets[choice.index] = _Offsets(self._tokenizer, len(made["text"]))
+    def begin(self, run: Run) -> Iterator[bytes]:
+        for index in range(len(run.choices)) if self.echoes else ():
+            made = self._choice(index, echo=self._echo(index // run.asked.n))
+            self._offsets[index] = _Offsets(self._tokenizer, len(made["text"]))
             yield self._event(made)
-        async for each in events:
-            if isinstance(each, Ended):
-                ended = self._choice(each.index, _Tokens(), _Tokens(), "", each.reason)
-                yield self._event(ended | run.choices[each.index].seed)
-                continue
-            said = self._said(each.logprobs)
-            yield self._event(self._choice(each.index, _Tokens(), said, each.text, None, offsets[each.index]))
-        for last in self._ends(run):
-            yield last
+
+    def add(self, run: Run, each: Delta | Ended) -> Iterator[bytes]:
+        if isinstance(each, Ended):
+            yield self._event(self._choice(each.index, reason=each.reason) | run.choices[each.index].seed)
+        else:
+            said, before = self._said(each.logprobs), self._offsets[each.index]
+            yield self._event(self._choice(each.index, each.text, said=said, before=before))
 
     def _echo(self, prompt: int) -> _Tokens:
-        return self.echoes[prompt] if self.echoes else _Tokens()
+        return self.echoes[prompt] if self.echoes else _NONE
 
     def _name(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id], skip_special=False))
@@ -195,7 +185,13 @@ class _Form(OpenAIForm):
         return _Tokens([each.token_id for each in found], [finite(each.logprob) for each in found], [*top])
 
     def _choice(
-        self, index: int, echo: _Tokens, said: _Tokens, text: str, reason: str | None, before: _Offsets | None = None
+        self,
+        index: int,
+        text: str = "",
+        reason: str | None = None,
+        echo: _Tokens = _NONE,
+        said: _Tokens = _NONE,
+        before: _Offsets | None = None,
     ) -> dict[str, Any]:
         """Return one choice: the echoed tokens, then the text that was generated, behind what `before` has seen."""
         logprobs, written = None, self._tokenizer.decode(echo.ids) if echo.ids else ""

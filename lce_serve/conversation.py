@@ -7,10 +7,14 @@ from contextlib import suppress
 from typing import Any
 
 from lce.errors import DataError
+from lce_serve.answering import common
 from lce_serve.fields import Fields
 from lce_serve.forms import form_of
+from lce_serve.generation import Asked
+from lce_serve.grammar import grammar_for
 from lce_serve.history import openai_messages
 from lce_serve.refusals import Refusal
+from lce_serve.service import Service
 from lce_serve.tools import Tool, Tools, in_plain_text
 
 _SWITCHES = ("enable_thinking", "thinking")  # the names by which templates ask whether the model is to think
@@ -84,3 +88,18 @@ def rendering(
         raise Refusal(400, line, "continue_final_message")
     how["continues"] = asked or ((begun or not how["answer"]) and is_answer)
     return lambda: rendered(tokenizer, messages, shown, variables, **how)
+
+
+def asked_of(
+    service: Service,
+    fields: Fields,
+    messages: list[dict[str, Any]],
+    tools: Tools,
+    form: Fields,
+    begun: bool = False,
+    **more: Any,
+) -> Asked:
+    """Return a request for an answer of the form `form` to a conversation. `more` are other fields of `Asked`."""
+    how = common(service, fields)
+    render = rendering(service.engine.tokenizer, messages, tools, fields, how["context"] is not None, begun)
+    return Asked([render], tools=tools, grammar=grammar_for(fields, form, tools), **how, **more)

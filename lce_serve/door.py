@@ -59,12 +59,13 @@ def door(service: DoorService) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         method, path = scope["method"], scope["path"]
-        is_read = method in ("GET", "HEAD")
-        if is_read and path == "/health":
-            return await _own(await facts.health(service, request), scope, receive, send)
-        if is_read and path == "/metrics":
-            text = merged(await service.batch.figures())
-            return await _own(Response(text, media_type="text/plain; version=0.0.4"), scope, receive, send)
+        if method in ("GET", "HEAD") and path in ("/health", "/metrics"):
+            scope[RECORD].endpoint = path
+            if path == "/health":
+                response = await facts.health(service, request)
+            else:
+                response = Response(merged(await service.batch.figures()), media_type="text/plain; version=0.0.4")
+            return await response(scope, receive, send)
         if method in ("POST", "DELETE") and path.startswith("/contexts"):
             raise Refusal(501, "replicas have contexts of files alone: lce prefill, then --context NAME=FILE")
         _ = service.batch  # refuses a request while the door is loading or draining, before its body is read
@@ -74,12 +75,6 @@ def door(service: DoorService) -> ASGIApp:
         await unless_gone(request, _Passage(service, scope, send).run(affinity, body))
 
     return Guard(answer, service)
-
-
-async def _own(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an answer of the door's own."""
-    scope[RECORD].endpoint = scope["path"]
-    await response(scope, receive, send)
 
 
 class _Passage:
@@ -148,8 +143,8 @@ class _Passage:
 
     async def _fail(self, refusal: Refusal) -> None:
         """End a stream by an error event, in the form of its endpoint."""
-        path, body = self._scope["path"], refusal.body(anthropic=self._scope["path"].startswith("/v1/messages"))
-        data = event(body, "error" if path.startswith("/v1/messages") else None)
+        path = self._scope["path"]
+        data = event(refusal.body(path), "error" if path.startswith("/v1/messages") else None)
         if path.startswith("/v1/responses"):
             own = {"type": "error", "code": refusal.code, "message": refusal.message, "param": None}
             data = event({**own, "sequence_number": self._n_sent}, "error")

@@ -13,9 +13,9 @@ import lce
 from lce_serve.answering import Json, common
 from lce_serve.contexts import as_object
 from lce_serve.conversation import prompt_or_messages, rendered
-from lce_serve.fields import Fields
+from lce_serve.fields import MOST_TOKENS, Fields
 from lce_serve.generation import engine_for, room
-from lce_serve.refusals import Refusal, wrong
+from lce_serve.refusals import wrong
 from lce_serve.service import Service
 from lce_serve.sse import unless_gone
 
@@ -100,9 +100,7 @@ async def tokenize(service: Service, request: Request, fields: Fields) -> Respon
 
 async def detokenize(service: Service, request: Request, fields: Fields) -> Response:
     """Return the text of token ids."""
-    tokenizer, ids = service.engine.tokenizer, fields.items("tokens", 1 << 24)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise Refusal(400, "tokens must be whole numbers", "tokens")
+    tokenizer, ids = service.engine.tokenizer, fields.ids("tokens", MOST_TOKENS)
     text = await unless_gone(request, asyncio.to_thread(lambda: tokenizer.decode(ids, skip_special=False)))
     return Json({"content": text, "prompt": text})
 

@@ -1,8 +1,4 @@
-"""The one path by which all endpoints generate: a request becomes streams of the batch, and these become events.
-
-Asked       a request's body, in one form for all endpoints
-Run         the streams of a request; `events` yields Delta and Ended until all choices are complete
-"""
+"""The one path by which all endpoints generate: a request becomes streams of the batch, and these become events."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any
 
 import lce
 from lce.errors import CapacityError, LceError
-from lce_serve.choices import Choice, Delta, Ended, Shorter
+from lce_serve.choices import Choice, Delta, Ended
 from lce_serve.grammar import Grammar
 from lce_serve.refusals import TOO_LONG, Refusal
 from lce_serve.service import Record, Service
@@ -57,9 +53,7 @@ class Run:
     async def events(self) -> AsyncGenerator[Delta | Ended]:
         """Yield the events of all choices, in the order in which they happen."""
         queue: asyncio.Queue[Delta | Ended | BaseException] = asyncio.Queue()
-        copies = {id(copy) for choice in self.choices for copy in choice.copies}
-        firsts = [choice for choice in self.choices if id(choice) not in copies]
-        tasks = [asyncio.create_task(self._follow(choice, queue)) for choice in firsts]
+        tasks = [asyncio.create_task(self._follow(choice, queue)) for choice in dict.fromkeys(self.choices)]
         try:
             left = len(tasks)
             while left:
@@ -67,8 +61,8 @@ class Run:
                 if isinstance(event, BaseException):
                     raise event
                 left -= isinstance(event, Ended)
-                for each in (event, *(replace(event, index=x.index) for x in self.choices[event.index].copies)):
-                    yield each
+                for index in self.choices[event.index].indices:
+                    yield replace(event, index=index)
         finally:
             for task in tasks:
                 task.cancel()
@@ -148,28 +142,24 @@ async def begin(service: Service, record: Record, asked: Asked) -> Run:
     prompts = await asyncio.to_thread(lambda: [make() for make in asked.prompts])
     thinking = getattr(prompts[0], "thinking", None)  # a conversation is the only prompt of its request
     constraints = await _constraints(service, asked, len(prompts) * asked.n, thinking)
-    submission = _Submission(service, asked, prompts, constraints)
+    submission = _Submission(service, asked, prompts, constraints, thinking)
     try:
         await asyncio.to_thread(submission.run)
     except BaseException:
         submission.cancel()
         raise
-    pairs = zip(submission.streams, submission.shorter, strict=True)
-    choices = [Choice(i, x, asked.tools, again, thinking) for i, (x, again) in enumerate(pairs)]
-    for choice in choices:
-        if (first := choices[submission.streams.index(choice.stream)]) is not choice:
-            first.copies.append(choice)
-    return Run(service, record, asked, choices, constraints[0].notes if constraints else [])
+    return Run(service, record, asked, submission.choices, constraints[0].notes if constraints else [])
 
 
 class _Submission:
     """Hands a request over to the batch. `cancel` may come at any time, from another thread."""
 
-    def __init__(self, service: Service, asked: Asked, prompts: list[Any], constraints: list[Any]) -> None:
+    def __init__(
+        self, service: Service, asked: Asked, prompts: list[Any], constraints: list[Any], thinking: Any
+    ) -> None:
         self._service, self._asked, self._prompts, self._constraints = service, asked, prompts, constraints
-        self._cancelled = False
-        self.streams: list[Any] = []
-        self.shorter: list[Shorter] = []  # see `Choice`; one for each stream
+        self._thinking, self._cancelled = thinking, False
+        self.choices: list[Choice] = []
 
     def run(self) -> None:
         """Encode all prompts, then start their streams: one for equal prompts if nothing is drawn."""
@@ -177,7 +167,7 @@ class _Submission:
         engine, self._start = beginning(self._service, asked.context, asked.method, asked.method_options)
         self._setup, before = engine.setup, 0 if self._start is None else len(self._start)
         given = engine.setup.sampling_for(asked.options, several=asked.n > 1)
-        begun: dict[tuple[int, ...], list[int]] = {}  # the numbers of the streams of each prompt
+        begun: dict[tuple[int, ...], list[Choice]] = {}  # the choices of each prompt
         for prompt in self._prompts:
             ids = prompt if isinstance(prompt, list) else engine.tokenizer.encode_parts(prompt)
             most = room(engine, before + len(ids), asked.max_tokens, AGAIN if before else REMEDY)
@@ -185,22 +175,20 @@ class _Submission:
             for _ in range(asked.n):
                 options = dict(given)
                 if self._constraints:
-                    options["constraint"] = self._constraints[len(self.streams)]
+                    options["constraint"] = self._constraints[len(self.choices)]
                 if same and options.get("seed") is not None:
                     options["seed"] = (options["seed"] + len(same)) % 2**63
-                if same and not options.get("temperature"):
-                    stream, shorter = self.streams[same[0]], self.shorter[same[0]]
-                else:
-                    stream, shorter = self._begin(prompt, most, options)
-                same.append(len(self.streams))
-                self.streams.append(stream)
-                self.shorter.append(shorter)
+                is_drawn = bool(options.get("temperature"))
+                choice = same[0] if same and not is_drawn else self._begin(prompt, most, options)
+                choice.indices.append(len(self.choices))
+                same.append(choice)
+                self.choices.append(choice)
                 if self._cancelled:
                     self.cancel()
                     return
 
-    def _begin(self, prompt: Any, most: int, options: dict[str, Any]) -> tuple[Any, Shorter]:
-        """Start a stream. Its limit of tokens is halved while memory is short."""
+    def _begin(self, prompt: Any, most: int, options: dict[str, Any]) -> Choice:
+        """Start a stream of the batch. Its limit of tokens is halved while memory is short."""
         where = {"method": self._setup, "context": self._start}
         limits = iter([most, *(most >> n for n in range(1, most.bit_length()) if most >> n >= LEAST_TOKENS)])
 
@@ -215,13 +203,13 @@ class _Submission:
                 raise failure
             return None
 
-        return begin(), begin
+        return Choice(begin(), self._asked.tools, begin, self._thinking)
 
     def cancel(self) -> None:
         """Cancel all streams, and those that are still to come."""
         self._cancelled = True
-        for stream in list(self.streams):
-            stream.cancel()
+        for choice in list(self.choices):
+            choice.stream.cancel()
 
 
 def beginning(service: Service, context: str | None, method: str | None, options: Any) -> tuple[Any, Any]:
@@ -264,7 +252,6 @@ async def _constraints(service: Service, asked: Asked, n: int, thinking: Any) ->
     if (make := asked.grammar) is None:
         return []
     vocabulary = service.vocabulary
-
     try:
         async with asyncio.timeout(COMPILE_S):
             first = await service.compiling.call(lambda: make(vocabulary.behind(thinking)))

@@ -53,7 +53,7 @@ def grammar_for(fields: Fields, form: Fields, tools: Tools) -> Grammar | None:
     The function blocks: call it in a thread. `min_tokens` or `ignore_eos` lengthen an answer that no grammar ends.
     """
     own = _grammar_of(form, tools)
-    least, stops = fields.whole("min_tokens", 0, MOST_TOKENS) or 0, fields.items("stop_token_ids", 1024)
+    least, stops = fields.whole("min_tokens", 0, MOST_TOKENS) or 0, fields.ids("stop_token_ids")
     name = "min_tokens"
     if fields.flag("ignore_eos"):
         name, least, stops = "ignore_eos", MOST_TOKENS, []

@@ -23,8 +23,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lce.files import JsonError, parse_json
-from lce_serve.answering import Json, failure
-from lce_serve.refusals import Refusal
+from lce_serve.answering import Json
+from lce_serve.refusals import Refusal, refusal_of
 from lce_serve.service import Record, Service, Settings
 from lce_serve.sse import Gone
 
@@ -65,7 +65,7 @@ class Guard:
             await send(message)
 
         def failed(error: BaseException) -> Refusal:
-            refusal = failure(error, record)
+            refusal = refusal_of(error) or Refusal(500, f"internal error; the server's log has it under {record.id}")
             if refusal.status < 500:  # the message may quote what the client sent
                 record.error = refusal.code or refusal.param or "refused"
             else:
@@ -88,8 +88,7 @@ class Guard:
             except Exception as error:
                 refusal = failed(error)
                 if not record.status:
-                    body = refusal.body(anthropic=scope["path"].startswith("/v1/messages"))
-                    await Json(body, refusal.status, refusal.headers)(scope, receive, put)
+                    await Json(refusal.body(scope["path"]), refusal.status, refusal.headers)(scope, receive, put)
         finally:
             service.active -= 1
             self._note(scope, record)
@@ -146,11 +145,6 @@ def _has_key(headers: Headers, key: str) -> bool:
     scheme, _, given = headers.get("authorization", "").partition(" ")
     given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode())
-
-
-async def body_of(request: Request, settings: Settings) -> Any:
-    """Return a request's JSON body. Refuses other types, and a body that is too large, too slow or too deep."""
-    return await parsed(await bytes_of(request, settings), settings)
 
 
 async def bytes_of(request: Request, settings: Settings) -> bytes:

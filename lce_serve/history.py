@@ -12,10 +12,9 @@ import json
 from typing import Any
 
 from lce_serve.fields import Fields
-from lce_serve.refusals import Refusal, wrong
+from lce_serve.refusals import Refusal
 
 MOST_MESSAGES = 4096
-MOST_PARTS = 1024
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _NAMES = ("refusal", "title", "filename", "file_name", "tool_name", "name", "text", "content")  # what a note may say
 _FILES = ("file", "input_file", "document", "search_result")
@@ -102,7 +101,7 @@ def content_of(fields: Fields, field: str, skip: tuple[str, ...] = ()) -> tuple[
     found = fields.value(field, (str, list), "a string or a list of parts")
     if found is None or isinstance(found, str):
         return found or "", bool(found)
-    given = [part for part in fields.each(field, MOST_PARTS) if part.body.get("type") not in skip]
+    given = [part for part in fields.each(field) if part.body.get("type") not in skip]
     parts = [(_read(part), part) for part in given]
     texts = [note_of(part) if text is None else text for text, part in parts]
     return "\n".join(texts), any(text for text, _ in parts)
@@ -126,7 +125,7 @@ def _read(part: Fields) -> str | None:
         return part.text("text") or ""
     if kind not in _FILES:
         return None
-    file = part.inner("source") if part.body.get("source").__class__ is dict else part
+    file = part.inner("source") if isinstance(part.body.get("source"), dict) else part
     file = file.inner("file") if file.has("file") else file
     found = text_of(file) if file.has("content") else _decoded(file)
     names = [part.body.get(name) or file.body.get(name) for name in ("title", "filename", "source", "context")]
@@ -147,8 +146,7 @@ def _decoded(file: Fields) -> str | None:
 
 def openai_messages(fields: Fields) -> list[dict[str, Any]]:
     """Return the messages of a chat request in the form that chat templates take."""
-    if not fields.has("messages"):
-        raise wrong("messages", None, "a list of messages")
+    fields.needed("messages", list, "a list of messages")
     history = History()
     for message in fields.each("messages", MOST_MESSAGES):
         role = role_of(message)
@@ -161,7 +159,7 @@ def openai_messages(fields: Fields) -> list[dict[str, Any]]:
             for field in ("refusal", "audio"):
                 if message.has(field):
                     history.note(note_of(Fields({"type": field, field: message.body[field]})))
-        for call in message.each("tool_calls", MOST_PARTS):
+        for call in message.each("tool_calls"):
             read_call(history, call.inner("custom") if call.has("custom") else call.inner("function"), call.text("id"))
         if message.has("function_call"):
             read_call(history, message.inner("function_call"), None)

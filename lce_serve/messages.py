@@ -4,53 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lce_serve.answering import Json, answer, common, new_id, token_ids
+from lce_serve.answering import Json, answer, common, new_id, sampling
 from lce_serve.choices import Choice, Delta, Ended
-from lce_serve.conversation import rendering
+from lce_serve.conversation import asked_of, rendering
 from lce_serve.fields import Fields
-from lce_serve.generation import Asked, Run
-from lce_serve.grammar import grammar_for
-from lce_serve.history import MOST_MESSAGES, MOST_PARTS, History, content_of, note_of, role_of
-from lce_serve.refusals import Refusal, wrong
+from lce_serve.generation import Run
+from lce_serve.history import MOST_MESSAGES, History, content_of, note_of, role_of
+from lce_serve.refusals import Refusal
 from lce_serve.service import Service
 from lce_serve.sse import event, unless_gone
-from lce_serve.tools import MOST_TOOLS, Call, Tools, checked, tool_of
+from lce_serve.tools import Call, Tools, checked, tool_of
 
 _CALLS, _RESULTS = ("tool_use", "mcp_tool_use"), ("tool_result", "mcp_tool_result")
 _THOUGHTS = ("thinking", "redacted_thinking")
 _EMPTY = {"thinking": {"type": "thinking", "thinking": "", "signature": ""}, "text": {"type": "text", "text": ""}}
+_SAMPLING = ("temperature", "top_p", "top_k")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 async def messages(service: Service, request: Request, fields: Fields) -> Response:
     """Answer a conversation."""
-    options = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 0, 1) or None,
-        "top_k": fields.whole("top_k", 0, 1 << 31),
-        "stop": fields.stops("stop_sequences") or None,
-        "stop_token_ids": token_ids(fields, "stop_token_ids") or None,
-    }
-    tools, how = _tools(fields), common(service, fields)
-    form = (
-        fields.inner("output_format") if fields.has("output_format") else fields.inner("output_config").inner("format")
-    )
-    asked = Asked(
-        prompts=[
-            rendering(service.engine.tokenizer, _messages(fields), tools, fields, how["context"] is not None, True)
-        ],
-        max_tokens=fields.limit("max_tokens"),
-        options={name: value for name, value in options.items() if value is not None},
-        tools=tools,
-        grammar=grammar_for(fields, form, tools),
-        **how,
-    )
+    said, tools, options = _messages(fields), _tools(fields), sampling(fields, _SAMPLING, "stop_sequences")
+    form, limit = fields.inner("output_config").inner("format"), fields.limit("max_tokens")
+    if fields.has("output_format"):
+        form = fields.inner("output_format")
+    asked = asked_of(service, fields, said, tools, form, begun=True, max_tokens=limit, options=options)
     return await answer(service, request, asked, _Form(service))
 
 
@@ -69,10 +53,8 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     if content_of(fields, "system")[0]:
         history.say("system", fields, "system")
     for message in fields.each("messages", MOST_MESSAGES):
-        role, content = role_of(message), message.value("content", (str, list), "a string or a list of blocks")
-        if content is None:
-            raise wrong(message.name("content"), None, "a string or a list of blocks")
-        if isinstance(content, str):
+        role, expected = role_of(message), "a string or a list of blocks"
+        if isinstance(message.needed("content", (str, list), expected), str):
             history.say(role, message)
         else:
             _read(history, role, message)
@@ -81,7 +63,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
 
 def _read(history: History, role: str, message: Fields) -> None:
     """Add the messages that a list of content blocks stands for. Results of calls come before the text."""
-    blocks = [(block.text("type"), block) for block in message.each("content", MOST_PARTS)]
+    blocks = [(block.text("type"), block) for block in message.each("content")]
     for kind, block in blocks:
         if kind in _RESULTS:
             history.say("tool", block, tool_call_id=block.text("tool_use_id") or "")
@@ -96,7 +78,7 @@ def _read(history: History, role: str, message: Fields) -> None:
 
 def _tools(fields: Fields) -> Tools:
     """Return the tools. Those that Anthropic itself would run have no schema, and are ignored."""
-    tools = [tool_of(tool, "input_schema") for tool in fields.each("tools", MOST_TOOLS) if tool.has("input_schema")]
+    tools = [tool_of(tool, "input_schema") for tool in fields.each("tools") if tool.has("input_schema")]
     given = fields.inner("tool_choice")
     kind = given.text("type") or "auto"
     choice = (given.text("name") or "") if kind == "tool" else _CHOICES.get(kind, "")
@@ -108,6 +90,7 @@ class _Form:
 
     def __init__(self, service: Service) -> None:
         self._id, self._model = new_id("msg_"), service.settings.model
+        self._n_blocks, self._opened = 0, ""  # the blocks that are complete, and the kind of the open one
 
     def body(self, run: Run) -> dict[str, Any]:
         choice = run.choices[0]
@@ -117,37 +100,43 @@ class _Form:
         return {**self._message(run), "content": blocks, **self._stop(choice)}
 
     def failed(self, refusal: Refusal) -> bytes:
-        return event(refusal.body(anthropic=True), "error")
+        return event(refusal.body("/v1/messages"), "error")
 
-    async def events(self, run: Run, events: AsyncIterator[Delta | Ended]) -> AsyncGenerator[bytes]:
+    def begin(self, run: Run) -> Iterator[bytes]:
         begun = {**self._message(run), "content": [], "stop_reason": None, "stop_sequence": None}
         yield _event("message_start", message=begun)
-        index, opened = 0, ""  # the kind of the open block
-        async for each in events:
-            if isinstance(each, Ended):
-                break
-            for kind, text in (("thinking", each.thought), ("text", each.text)):
-                if text and opened != kind:
-                    if opened:
-                        yield _event("content_block_stop", index=index)
-                        index += 1
-                    yield _event("content_block_start", index=index, content_block=_EMPTY[kind])
-                    opened = kind
-                if text:
-                    yield _event("content_block_delta", index=index, delta={"type": f"{kind}_delta", kind: text})
-            for call in each.calls:
-                if opened:
-                    yield _event("content_block_stop", index=index)
-                    index, opened = index + 1, ""
-                yield _event("content_block_start", index=index, content_block={**_block(call), "input": {}})
-                written = {"type": "input_json_delta", "partial_json": call.arguments}
-                yield _event("content_block_delta", index=index, delta=written)
-                yield _event("content_block_stop", index=index)
-                index += 1
-        if opened:
-            yield _event("content_block_stop", index=index)
+
+    def add(self, run: Run, each: Delta | Ended) -> Iterator[bytes]:
+        if isinstance(each, Ended):
+            return
+        for kind, text in (("thinking", each.thought), ("text", each.text)):
+            if text and self._opened != kind:
+                yield from self._open(kind, _EMPTY[kind])
+            if text:
+                yield self._part({"type": f"{kind}_delta", kind: text})
+        for call in each.calls:
+            yield from self._open("tool_use", {**_block(call), "input": {}})
+            yield self._part({"type": "input_json_delta", "partial_json": call.arguments})
+            yield from self._close()
+
+    def end(self, run: Run) -> Iterator[bytes]:
+        yield from self._close()
         yield _event("message_delta", delta=self._stop(run.choices[0]), usage=self._message(run)["usage"])
         yield _event("message_stop")
+
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._close()
+        self._opened = kind
+        yield _event("content_block_start", index=self._n_blocks, content_block=block)
+
+    def _part(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._n_blocks, delta=delta)
+
+    def _close(self) -> Iterator[bytes]:
+        """End the open block, if there is one."""
+        if self._opened:
+            yield _event("content_block_stop", index=self._n_blocks)
+            self._n_blocks, self._opened = self._n_blocks + 1, ""
 
     def _message(self, run: Run) -> dict[str, Any]:
         prompt, cached, generated = run.usage()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Total
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 _LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
@@ -28,15 +31,10 @@ class Metrics:
         self.between_tokens = histogram("inter_token_latency_seconds", "Time between pieces of text.", _SHORT)
         self.token = histogram("time_per_output_token_seconds", "Mean time of a token after the first.", _SHORT)
         self.whole = histogram("e2e_request_latency_seconds", "Time of a whole request.", _LONG)
-        finished = Counter(
-            "vllm:request_success",
-            "Answers by why they ended.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
-        self._finished = finished
-        answered = Counter("lce:http_requests", "Answered requests.", ["endpoint", "status"], registry=self._registry)
-        self._answered = answered
+        count = partial(Counter, registry=self._registry)
+        reason, answer = ["model_name", "finished_reason"], ["endpoint", "status"]
+        self._finished = count("vllm:request_success", "Answers by why they ended.", reason)
+        self._answered = count("lce:http_requests", "Answered requests.", answer)
 
     def ended(self, reason: str) -> None:
         """Count an answer that ended."""
@@ -58,21 +56,17 @@ class Metrics:
 class _Gauges(Collector):
     """The gauges of a batch, read when they are asked for."""
 
-    _GAUGES = (
-        ("num_requests_running", "running", "Requests that are read or answered now."),
-        ("num_requests_waiting", "waiting", "Requests in the queue."),
-        ("kv_cache_usage_perc", "kv_usage", "The used share of the memory for keys and values; 1 is all."),
-    )
-    _OWN = (
-        ("contexts", "contexts", "Contexts that are kept, in memory or as files."),
-        ("kept_bytes", "kept_bytes", "The memory that kept contexts take."),
-        ("kept_bytes_limit", "most_kept_bytes", "The memory that kept contexts may take."),
-    )
-    _COUNTERS = (
-        ("prompt_tokens", "prompt_tokens", "Tokens of prompts, cached ones included."),
-        ("generation_tokens", "decode_tokens", "Generated tokens."),
-        ("prefix_cache_queries", "prompt_tokens", "Tokens of prompts that were looked up in the cache."),
-        ("prefix_cache_hits", "cached_tokens", "Tokens of prompts that were found in the cache."),
+    _FIGURES = (
+        (Gauge, "vllm:num_requests_running", "running", "Requests that are read or answered now."),
+        (Gauge, "vllm:num_requests_waiting", "waiting", "Requests in the queue."),
+        (Gauge, "vllm:kv_cache_usage_perc", "kv_usage", "The used share of the memory for keys and values; 1 is all."),
+        (Total, "vllm:prompt_tokens", "prompt_tokens", "Tokens of prompts, cached ones included."),
+        (Total, "vllm:generation_tokens", "decode_tokens", "Generated tokens."),
+        (Total, "vllm:prefix_cache_queries", "prompt_tokens", "Tokens of prompts that were looked up in the cache."),
+        (Total, "vllm:prefix_cache_hits", "cached_tokens", "Tokens of prompts that were found in the cache."),
+        (Gauge, "lce:contexts", "contexts", "Contexts that are kept, in memory or as files."),
+        (Gauge, "lce:kept_bytes", "kept_bytes", "The memory that kept contexts take."),
+        (Gauge, "lce:kept_bytes_limit", "most_kept_bytes", "The memory that kept contexts may take."),
     )
 
     def __init__(self, batch: Any, model: str) -> None:
@@ -81,10 +75,8 @@ class _Gauges(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the gauges and the counters of tokens."""
         found = self._batch.gauges()
-        for kind, listed in ((GaugeMetricFamily, self._GAUGES), (CounterMetricFamily, self._COUNTERS)):
-            for name, key, help in listed:
-                family = kind(f"vllm:{name}", help, labels=["model_name"])
-                family.add_metric([self._model], float(found.get(key, 0)))
-                yield family
-        for name, key, help in self._OWN:
-            yield GaugeMetricFamily(f"lce:{name}", help, float(found.get(key, 0)))
+        for kind, name, key, help in self._FIGURES:
+            labels = {"model_name": self._model} if name.startswith("vllm:") else {}
+            family = kind(name, help, labels=[*labels])
+            family.add_metric([*labels.values()], float(found.get(key, 0)))
+            yield family

@@ -5,127 +5,66 @@ from __future__ import annotations
 from typing import Any
 
 import lce
+from lce_serve.answering import MOST_CHOICES, NUMBERS
+from lce_serve.fields import MOST_ITEMS, MOST_TOKENS
+from lce_serve.history import MOST_MESSAGES
 
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
+IDS: Schema = {"type": "array", "items": {"type": "integer"}}
 CONTENT: Schema = {"oneOf": [TEXT, {"type": "array", "items": OBJECT}]}
 STOP: Schema = {"oneOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 64}]}
-TOOLS: Schema = {"type": "array", "items": OBJECT, "maxItems": 128}
+TOOLS: Schema = {"type": "array", "items": OBJECT, "maxItems": MOST_ITEMS}
 CHOICE: Schema = {"oneOf": [TEXT, OBJECT]}
 
 
-def _number(least: float, most: float) -> Schema:
-    return {"type": "number", "minimum": least, "maximum": most}
+def _number(least: float, most: float, kind: type[float]) -> Schema:
+    return {"type": "integer" if kind is int else "number", "minimum": least, "maximum": most}
 
 
-def _whole(least: int, most: int) -> Schema:
-    return {"type": "integer", "minimum": least, "maximum": most}
+def _all(schema: Schema, names: str) -> Schema:
+    """Return fields of one schema."""
+    return dict.fromkeys(names.split(), schema)
 
 
-COUNT = _whole(-1, 1 << 63)
-OWN: Schema = {
-    "model": TEXT,
-    "stream": FLAG,
-    "prompt_cache_key": TEXT,
-    "method": TEXT,
-    "method_options": OBJECT,
-    "context": TEXT,
-}
-SAMPLING: Schema = {
-    "temperature": _number(0, 2),
-    "top_p": _number(0, 1),
-    "top_k": _whole(-1, 1 << 31),
-    "min_p": _number(0, 1),
-    "seed": {"type": "integer"},
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(0.01, 100),
-    "stop": STOP,
-    "stop_token_ids": {"type": "array", "items": {"type": "integer"}},
-    "logit_bias": OBJECT,
-}
-MESSAGES: Schema = {
-    "type": "array",
-    "minItems": 1,
-    "maxItems": 4096,
-    "items": {"type": "object", "required": ["role"], "properties": {"role": TEXT, "content": CONTENT}},
-}
-OPENAI: Schema = {**OWN, **SAMPLING, "n": _whole(1, 8), "stream_options": OBJECT, "response_format": OBJECT}
-OPENAI |= {"min_tokens": _whole(0, 1 << 24), "ignore_eos": FLAG}
-CHAT: Schema = {
-    **OPENAI,
-    "messages": MESSAGES,
-    "max_tokens": COUNT,
-    "max_completion_tokens": COUNT,
-    "logprobs": FLAG,
-    "top_logprobs": _whole(0, 20),
-    "tools": TOOLS,
-    "tool_choice": CHOICE,
-    "parallel_tool_calls": FLAG,
-    "reasoning_effort": TEXT,
-    "enable_thinking": FLAG,
-    "chat_template_kwargs": OBJECT,
-    "continue_final_message": FLAG,
-    "add_generation_prompt": FLAG,
-}
-COMPLETIONS: Schema = {
-    **OPENAI,
-    "prompt": {"oneOf": [TEXT, {"type": "array", "minItems": 1}]},
-    "max_tokens": COUNT,
-    "echo": FLAG,
-    "logprobs": _whole(0, 20),
-}
-RESPONSES: Schema = {
-    **OWN,
-    **SAMPLING,
-    "input": CONTENT,
-    "instructions": TEXT,
-    "max_output_tokens": COUNT,
-    "text": OBJECT,
-    "tools": TOOLS,
-    "tool_choice": CHOICE,
-    "parallel_tool_calls": FLAG,
-    "reasoning": OBJECT,
-    "chat_template_kwargs": OBJECT,
-}
-COUNTED: Schema = {
-    **OWN,
-    "messages": MESSAGES,
-    "system": CONTENT,
-    "tools": TOOLS,
-    "tool_choice": OBJECT,
-    "thinking": OBJECT,
-    "chat_template_kwargs": OBJECT,
-}
-ANTHROPIC: Schema = {
-    **COUNTED,
-    "max_tokens": COUNT,
-    "temperature": _number(0, 2),
-    "top_p": _number(0, 1),
-    "top_k": _whole(0, 1 << 31),
-    "stop_sequences": STOP,
-}
-INSPECTED: Schema = {
-    **{name: schema for name, schema in OWN.items() if name != "stream"},
-    **SAMPLING,
-    "prompt": TEXT,
-    "messages": MESSAGES,
-    "max_tokens": _whole(1, 64),
-    "chat_template_kwargs": OBJECT,
-}
-CONTEXT: Schema = {"name": TEXT, "prompt": TEXT, "messages": MESSAGES, "method": TEXT, "method_options": OBJECT}
+COUNT = _number(-1, 1 << 63, int)
+LIKELIEST = _number(0, 20, int)
+MESSAGE: Schema = {"type": "object", "required": ["role"], "properties": {"role": TEXT, "content": CONTENT}}
+MESSAGES: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": MESSAGE}
+PROMPTS: Schema = {"oneOf": [TEXT, {"type": "array", "minItems": 1}]}
 
-_BODIES: dict[str, tuple[str, Schema, list[str], bool]] = {  # summary, fields, required ones, whether it streams
+OWN: Schema = {**_all(TEXT, "model prompt_cache_key method context"), "method_options": OBJECT}
+SAMPLING: Schema = {name: _number(*limits) for name, limits in NUMBERS.items()}
+SAMPLING |= {"stop": STOP, "stop_token_ids": IDS, "logit_bias": OBJECT}
+TOLD: Schema = {"tools": TOOLS, "tool_choice": CHOICE, "parallel_tool_calls": FLAG, "chat_template_kwargs": OBJECT}
+OPENAI: Schema = {**OWN, **SAMPLING, **_all(OBJECT, "stream_options response_format"), "max_tokens": COUNT}
+OPENAI |= {"n": _number(1, MOST_CHOICES, int), "min_tokens": _number(0, MOST_TOKENS, int), "ignore_eos": FLAG}
+CHAT: Schema = {**OPENAI, **TOLD, "messages": MESSAGES, "max_completion_tokens": COUNT, "top_logprobs": LIKELIEST}
+CHAT |= _all(FLAG, "logprobs enable_thinking continue_final_message add_generation_prompt")
+CHAT |= {"reasoning_effort": TEXT}
+COMPLETIONS: Schema = {**OPENAI, "prompt": PROMPTS, "echo": FLAG, "logprobs": LIKELIEST}
+RESPONSES: Schema = {**OWN, **SAMPLING, **TOLD, "input": CONTENT, "instructions": TEXT, "max_output_tokens": COUNT}
+RESPONSES |= _all(OBJECT, "text reasoning")
+COUNTED: Schema = {**OWN, "messages": MESSAGES, "system": CONTENT, "tools": TOOLS}
+COUNTED |= _all(OBJECT, "tool_choice thinking chat_template_kwargs")
+ANTHROPIC: Schema = {**COUNTED, "max_tokens": COUNT, "stop_sequences": STOP, "stop_token_ids": IDS}
+ANTHROPIC |= {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")}
+INSPECTED: Schema = {**OWN, **SAMPLING, "prompt": TEXT, "messages": MESSAGES, "max_tokens": _number(1, 64, int)}
+INSPECTED |= {"chat_template_kwargs": OBJECT}
+CONTEXT: Schema = {**_all(TEXT, "name prompt method"), "messages": MESSAGES, "method_options": OBJECT}
+TOKENIZED: Schema = {**_all(TEXT, "content prompt"), "add_special": FLAG}
+
+_BODIES: dict[str, tuple[str, Schema, list[str], bool]] = {  # summary, fields, required ones, whether it may stream
     "/v1/chat/completions": ("Answer a conversation", CHAT, ["messages"], True),
     "/v1/completions": ("Continue a text", COMPLETIONS, ["prompt"], True),
     "/v1/responses": ("Answer a conversation of items", RESPONSES, ["input"], True),
     "/v1/messages": ("Answer a conversation, as Anthropic does", ANTHROPIC, ["messages"], True),
     "/v1/messages/count_tokens": ("Count the tokens of a conversation", COUNTED, ["messages"], False),
-    "/tokenize": ("Turn text into token ids", {"content": TEXT, "prompt": TEXT, "add_special": FLAG}, [], False),
-    "/detokenize": ("Turn token ids into text", {"tokens": {"type": "array", "items": {"type": "integer"}}}, [], False),
+    "/tokenize": ("Turn text into token ids", TOKENIZED, [], False),
+    "/detokenize": ("Turn token ids into text", {"tokens": IDS}, [], False),
     "/contexts": ("Read a text and keep it under a name", CONTEXT, ["name"], False),
     "/inspect": ("Record what the tokens of an answer attend", INSPECTED, [], False),
 }
@@ -140,6 +79,7 @@ _READ = {
     "/contexts": "The named contexts",
     "/openapi.json": "This document",
 }
+_JSON: Schema = {"application/json": {"schema": OBJECT}}
 _KINDS = {"/": "text/html", "/inspect": "text/html", "/metrics": "text/plain"}
 _REFUSED = {
     "400": "A field is wrong, or the text is too long",
@@ -161,39 +101,31 @@ def document() -> Schema:
     """Return the document. Fields that no schema names are ignored; a field that is null counts as missing."""
     paths: dict[str, Schema] = {}
     for path, summary in _READ.items():
-        kind = _KINDS.get(path, "application/json")
-        paths.setdefault(path, {})["get"] = _operation(path, summary, {kind: {}})
+        paths[path] = {"get": _operation(path, summary, {_KINDS.get(path, "application/json"): {}})}
     for path, (summary, fields, required, streams) in _BODIES.items():
-        answers: Schema = {"application/json": {"schema": OBJECT}, **({"text/event-stream": {}} if streams else {})}
-        operation = _operation(path, summary, answers)
-        schema = {"type": "object", "properties": fields, "required": required}
+        operation = _operation(path, summary, _JSON | ({"text/event-stream": {}} if streams else {}))
+        properties = fields | ({"stream": FLAG} if streams else {})
+        schema = {"type": "object", "properties": properties, "required": required}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths.setdefault(path, {})["post"] = operation
-    paths["/contexts/{name}"] = {
-        "delete": _operation("/contexts/{name}", "Give up a context", {"application/json": {}})
-    }
-    schemes = {
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    }
+    name = "/contexts/{name}"
+    paths[name] = {"delete": _operation(name, "Give up a context", {"application/json": {}})}
+    key = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "lce", "version": lce.__version__},
         "paths": paths,
-        "components": {"securitySchemes": schemes},
+        "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}, "key": key}},
         "security": [{}, {"bearer": []}, {"key": []}],
     }
 
 
 def _operation(path: str, summary: str, answers: Schema) -> Schema:
     """Return the description of one operation."""
-    refused = {
-        status: {"description": text, "content": {"application/json": {"schema": OBJECT}}}
-        for status, text in _REFUSED.items()
-    }
+    responses: Schema = {status: {"description": text, "content": _JSON} for status, text in _REFUSED.items()}
     made: Schema = {
         "summary": summary,
-        "responses": {"200": {"description": "The answer", "content": answers}, **refused},
+        "responses": {"200": {"description": "The answer", "content": answers}, **responses},
     }
     if "{" in path:
         name = path.partition("{")[2].rstrip("}")

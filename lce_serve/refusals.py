@@ -27,8 +27,9 @@ class Refusal(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
 
-    def body(self, *, anthropic: bool) -> dict[str, Any]:
-        """Return the JSON body of the answer."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the JSON body of the answer, in the form of the API of a path."""
+        anthropic = path.startswith("/v1/messages")
         own, other = (_ANTHROPIC_TYPES, "api_error") if anthropic else (_OPENAI_TYPES, "server_error")
         kind = own.get(self.status, "invalid_request_error" if self.status < 500 else other)
         if anthropic:

@@ -130,8 +130,7 @@ def _crowded(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, put)
         else:
             refusal = Refusal(503, "the server has all the connections that it takes; try again later", code="crowded")
-            body = refusal.body(anthropic=scope["path"].startswith("/v1/messages"))
-            await Json(body, refusal.status, refusal.headers)(scope, receive, put)
+            await Json(refusal.body(scope["path"]), refusal.status, refusal.headers)(scope, receive, put)
 
     return answer
 

@@ -74,7 +74,7 @@ class EventStream(Response):
         try:
             await put(b": lce\n\n")
             while True:
-                next_one = next_one or asyncio.ensure_future(_next(self._events))
+                next_one = next_one or asyncio.ensure_future(anext(self._events, None))
                 done, _ = await asyncio.wait(
                     (next_one, leaving), timeout=self._ping_s, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -94,10 +94,6 @@ class EventStream(Response):
             await _ended(*(task for task in (next_one, leaving) if task is not None))
             await self._events.aclose()
             self._close()
-
-
-async def _next(events: AsyncGenerator[bytes]) -> bytes | None:
-    return await anext(events, None)
 
 
 async def _ended(*tasks: asyncio.Task[Any]) -> None:

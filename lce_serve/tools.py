@@ -20,8 +20,6 @@ from lce_serve.fields import Fields
 from lce_serve.loosening import ANNOTATIONS
 from lce_serve.refusals import Refusal
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MOST_TOOLS = 1024
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _TOLD = (
     "You may call functions. Their signatures are within <tools></tools>:\n<tools>\n{}\n</tools>\n"
@@ -96,7 +94,7 @@ def tool_of(fields: Fields, schema: str) -> Tool:
 def openai_tools(fields: Fields) -> Tools:
     """Return the tools of a request to one of OpenAI's APIs. A custom tool is a function of a text, `input`."""
     tools = []
-    for given in fields.each("tools", MOST_TOOLS):
+    for given in fields.each("tools"):
         if (kind := given.text("type")) in ("function", "custom"):
             tool = tool_of(given.inner(kind) if given.has(kind) else given, "parameters")
             tools.append(tool if kind == "function" else replace(tool, parameters=_INPUT))
@@ -105,7 +103,7 @@ def openai_tools(fields: Fields) -> Tools:
         named = fields.inner("tool_choice")
         if named.text("type") == "allowed_tools":
             named = named.inner("allowed_tools") if named.has("allowed_tools") else named
-            allowed = {_name_of(each) for each in named.each("tools", MOST_TOOLS)}
+            allowed = {_name_of(each) for each in named.each("tools")}
             tools, choice = [tool for tool in tools if tool.name in allowed], named.text("mode")
         else:
             choice = _name_of(named)
@@ -116,15 +114,15 @@ def _name_of(tool: Fields) -> str | None:
     return next((name for part in ("function", "custom") if (name := tool.inner(part).text("name"))), tool.text("name"))
 
 
-def checked(tools: list[Tool], choice: str, parallel: bool, param: str = "tool_choice") -> Tools:
+def checked(tools: list[Tool], choice: str, parallel: bool) -> Tools:
     """Return the tools of a request. Refuses a choice that no tool has, and two tools of a name."""
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise Refusal(400, "two tools have the same name", "tools")
     if choice not in ("auto", "none", "required", *names):
-        raise Refusal(400, f"{param} names {choice[:64]!r}, which is not among the tools", param)
+        raise Refusal(400, f"tool_choice names {choice[:64]!r}, which is not among the tools", "tool_choice")
     if choice == "required" and not tools:
-        raise Refusal(400, f"{param} requires a call, and there are no tools", param)
+        raise Refusal(400, "tool_choice requires a call, and there are no tools", "tool_choice")
     return Tools(tuple(tools), choice, parallel)
 
 
@@ -143,9 +141,9 @@ def in_plain_text(messages: list[dict[str, Any]], tools: tuple[Tool, ...]) -> li
             else:
                 found.append({"role": "user", "content": written, "results": "yes"})
             continue
-        calls = [_written(call["function"]) for call in message.get("tool_calls", ())]
-        written = "\n".join([*([content] if content else []), *calls])
-        found.append({**message, "content": written})
+        functions = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        calls = [f"<tool_call>\n{function}\n</tool_call>" for function in functions]
+        found.append({**message, "content": "\n".join(filter(None, [content, *calls]))})
     if tools:
         told = _TOLD.format("\n".join(json.dumps(tool.as_object(), ensure_ascii=False) for tool in tools))
         if found and found[0]["role"] == "system":
@@ -154,7 +152,3 @@ def in_plain_text(messages: list[dict[str, Any]], tools: tuple[Tool, ...]) -> li
             found.insert(0, {"role": "system", "content": told})
     kept = ("role", "content", "reasoning_content")
     return [{name: message[name] for name in kept if name in message} for message in found]
-
-
-def _written(function: dict[str, Any]) -> str:
-    return f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}"
