@@ -49,6 +49,7 @@ NUMBERS: dict[str, tuple[float, float, type[float]]] = {  # of sampling: the lea
     "frequency_penalty": (-2, 2, float),
     "repetition_penalty": (0.01, 100, float),
 }
+ANTHROPICS = ("temperature", "top_p", "top_k")  # the numbers that Messages has
 
 
 class Json(JSONResponse):

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lce_serve.answering import Json, answer, common, new_id, sampling
+from lce_serve.answering import ANTHROPICS, Json, answer, common, new_id, sampling
 from lce_serve.choices import Choice, Delta, Ended
 from lce_serve.conversation import asked_of, rendering
 from lce_serve.fields import Fields
@@ -24,13 +24,12 @@ from lce_serve.tools import Call, Tools, checked, tool_of
 _CALLS, _RESULTS = ("tool_use", "mcp_tool_use"), ("tool_result", "mcp_tool_result")
 _THOUGHTS = ("thinking", "redacted_thinking")
 _EMPTY = {"thinking": {"type": "thinking", "thinking": "", "signature": ""}, "text": {"type": "text", "text": ""}}
-_SAMPLING = ("temperature", "top_p", "top_k")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 async def messages(service: Service, request: Request, fields: Fields) -> Response:
     """Answer a conversation."""
-    said, tools, options = _messages(fields), _tools(fields), sampling(fields, _SAMPLING, "stop_sequences")
+    said, tools, options = _messages(fields), _tools(fields), sampling(fields, ANTHROPICS, "stop_sequences")
     form, limit = fields.inner("output_config").inner("format"), fields.limit("max_tokens")
     if fields.has("output_format"):
         form = fields.inner("output_format")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lce
-from lce_serve.answering import MOST_CHOICES, NUMBERS
+from lce_serve.answering import ANTHROPICS, MOST_CHOICES, NUMBERS
 from lce_serve.fields import MOST_ITEMS, MOST_TOKENS
 from lce_serve.history import MOST_MESSAGES
 
@@ -51,7 +51,7 @@ RESPONSES |= _all(OBJECT, "text reasoning")
 COUNTED: Schema = {**OWN, "messages": MESSAGES, "system": CONTENT, "tools": TOOLS}
 COUNTED |= _all(OBJECT, "tool_choice thinking chat_template_kwargs")
 ANTHROPIC: Schema = {**COUNTED, "max_tokens": COUNT, "stop_sequences": STOP, "stop_token_ids": IDS}
-ANTHROPIC |= {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")}
+ANTHROPIC |= {name: SAMPLING[name] for name in ANTHROPICS}
 INSPECTED: Schema = {**OWN, **SAMPLING, "prompt": TEXT, "messages": MESSAGES, "max_tokens": _number(1, 64, int)}
 INSPECTED |= {"chat_template_kwargs": OBJECT}
 CONTEXT: Schema = {**_all(TEXT, "name prompt method"), "messages": MESSAGES, "method_options": OBJECT}

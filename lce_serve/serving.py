@@ -63,8 +63,8 @@ def serve(
     if not running.is_loopback(host.strip("[]")) and api_key is None:
         raise UsageError(f"--host {host} is open to other machines; give --api-key KEY, or set LCE_API_KEY")
     served, host = name or served_name(model), host.strip("[]")
-    own = ("localhost", "127.0.0.1", "[::1]", host.lower())
-    settings = Settings(served, api_key, cors, own, open_metrics, ping_s=ping, drain_s=drain)
+    hosts = (*Settings.hosts, host.lower())
+    settings = Settings(served, api_key, cors, hosts, open_metrics, ping_s=ping, drain_s=drain)
     batch: dict[str, Any] = {"max_lanes": lanes, "max_waiting": queue}
     batch |= {"cache_dir": cache_dir, "cache_budget": cache_budget}
     if cache_memory is not None:
