@@ -55,8 +55,6 @@ WITH_BODY: dict[tuple[str, str], Writer] = {
     ("POST", "/contexts"): facts.make_context,
     ("POST", "/inspect"): inspect,
 }
-
-
 _VERBS = [*WITHOUT_BODY, *WITH_BODY]
 
 
