@@ -90,9 +90,7 @@ class Batch(Unique):
     def setup_of(self, method: str | Method | Setup | None = None, options: Mapping[str, Any] | None = None) -> Setup:
         """Return the setup for a method and its knobs, with the batch's model; the batch's own setup for None.
 
-        A setup that this method or a stream has returned is returned as it is.
-
-        Raises `UsageError` for a method or knobs that cannot be used.
+        A `Setup` is returned as it is. Raises `UsageError` for a method or knobs that cannot be used.
         """
         if not options and (method is None or isinstance(method, Setup)):
             return method or self.setup
@@ -124,10 +122,7 @@ class Batch(Unique):
         return self._ask(prompt, method, method_options, context, options, Request.hold if keep_context else None)
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **how: Any) -> BatchStream:
-        """Ask for the answer to messages, or to one user's message given as a text. Takes what `stream` takes.
-
-        Messages and missing sampling are as in `Engine.chat`.
-        """
+        """Ask for the answer to messages, or to a user's text, as `Engine.chat` does. Takes what `stream` takes."""
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         text = self.setup.tokenizer.render_chat(asked, following=how.get("context") is not None)
         return self.stream(text, **self.setup.sampling_for(how))

@@ -119,9 +119,8 @@ class Conversation(Unique):
     def ask(self, message: str | Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> Generation:
         """Generate the answer to one or more messages. Takes the options of `Engine.generate` except `context`.
 
-        If the last message is the assistant's, it is continued: the result has what comes behind it.
-
-        Knobs of sampling that are left out are as the model's makers recommend: see `Setup.sampling_for`.
+        If the last message is the assistant's, it is continued: the result has what comes behind it. Knobs of sampling
+        that are left out are as the model's makers recommend: see `Setup.sampling_for`.
         """
         return self.stream(message, **options).finish()
 

@@ -22,10 +22,7 @@ Item = Piece | BaseException | None  # None ends the stream
 
 
 class Channel:
-    """A queue of a stream's items from the engine's thread to readers, in threads or in event loops.
-
-    The last item is not removed, so that later calls return it too.
-    """
+    """A queue of a stream's items from the engine's thread to readers, in threads or in event loops."""
 
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
@@ -62,6 +59,7 @@ class Channel:
                     self._waiting.remove(waiting)
 
     def _next(self) -> Item:
+        """Return the next item, and remove a piece; later calls return the last item, which is none, too."""
         return self.items.popleft() if isinstance(self.items[0], Piece) else self.items[0]
 
 

@@ -44,15 +44,12 @@ RETRY_S = 0.05  # between two looks whether a request need wait no longer
 
 
 class Scheduler:
-    """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order.
-
-    `prefixes.changed` guards the queue.
-    """
+    """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order."""
 
     def __init__(self, model: Model, max_lanes: int, max_waiting: int, prefixes: PrefixCache) -> None:
         self.model, self.max_lanes, self.max_waiting, self.prefixes = model, max_lanes, max_waiting, prefixes
         self.totals: Counter[str] = Counter()
-        self._changed = prefixes.changed
+        self._changed = prefixes.changed  # guards the queue
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order in which they began
         self._overtook = False  # whether the last block was not of the oldest prompt

@@ -57,10 +57,7 @@ class Thinking:
 
 
 def thinking_of(template: str, prompt: str, begun: str = "") -> Thinking | None:
-    """Return how the answer behind a rendered prompt may begin; None if it has no thought.
-
-    `begun` is the text of an answer that has begun, with which the prompt ends.
-    """
+    """Return how the answer that a prompt asks for, or ends with as `begun`, may begin; None if it has no thought."""
     opened, closed = next((pair for pair in MARKS if pair[1] in template), ("", ""))
     if begun.strip():
         return Thinking(opened, closed, True) if opened and begun.rfind(opened) > begun.rfind(closed) else None
