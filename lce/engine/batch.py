@@ -11,10 +11,10 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from lce.engine.arguments import Prompt, Prompts
 from lce.engine.context import Context, Unique, own_context
@@ -119,7 +119,7 @@ class Batch(Unique):
         requests. Options are those of `Engine.generate`. Raises `UsageError` for what cannot be used, `CapacityError`
         for what would not fit even alone, and `BusyError` if the queue is full.
         """
-        return self._ask(prompt, method, method_options, context, options, Request.hold if keep_context else None)
+        return self._ask(prompt, method, method_options, context, options, "context" if keep_context else "")
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **how: Any) -> BatchStream:
         """Ask for the answer to messages, or to a user's text, as `Engine.chat` does. Takes what `stream` takes."""
@@ -141,12 +141,7 @@ class Batch(Unique):
         The context belongs to the engine of the stream's `setup`. Without `keep_context`, later requests may begin with
         a copy of it. Arguments and errors are those of `stream`.
         """
-
-        def give_fork(request: Request, held: Context) -> None:
-            request.held = held.fork()
-            self._prefixes.keep(request, held)
-
-        return self._ask(prompt, method, method_options, context, None, Request.hold if keep_context else give_fork)
+        return self._ask(prompt, method, method_options, context, None, "context" if keep_context else "fork")
 
     def _ask(
         self,
@@ -155,7 +150,7 @@ class Batch(Unique):
         knobs: Mapping[str, Any] | None,
         context: Context | None,
         given: Mapping[str, Any] | None,
-        hand_over: Callable[[Request, Context], None] | None,
+        gives: Literal["", "context", "fork"],
     ) -> BatchStream:
         """Submit a request: see `stream`. Without options in `given`, the prompt is only read."""
         if os.getpid() != self._process:
@@ -165,7 +160,7 @@ class Batch(Unique):
         options = seeded(checked_options(setup, {"max_tokens": 1} if given is None else given, prompt))
         chat = prompt if isinstance(prompt, ChatText) else None
         ids = prompt_ids(setup, prompt, start)
-        request = Request(setup, chat, ids, options, start, given is None, hand_over)
+        request = Request(setup, chat, ids, options, start, given is None, gives)
         ALLOWANCE.check_alone(setup.layout, len(ids) + options.max_tokens)
         request.asked = time.perf_counter()
         request.result.stats.prompt_tokens = len(ids)

@@ -268,10 +268,7 @@ def _is_worth(n_tokens: int, length: int) -> bool:
 
 def _cut(context: Context, n_tokens: int) -> Context:
     """Cut a context back to its first tokens."""
-    if n_tokens < len(context):
-        cache = context.cache
-        n_kept = n_tokens if n_tokens > cache.n_tokens else cache.nearest(n_tokens)
-        del context.token_ids[n_tokens:]
-        if n_kept < cache.n_tokens:
-            cache.truncate(n_kept)
+    del context.token_ids[n_tokens:]
+    if n_tokens < context.cache.n_tokens:
+        context.cache.truncate(context.cache.nearest(n_tokens))
     return context

@@ -298,9 +298,9 @@ class Scheduler:
                 ALLOWANCE.give_back(context.cache, context.cache.length)
                 if isinstance(error, DataError):
                     self.prefixes.forget(context, error)
-                if request.hand_over is not None and error is None and result.finish_reason != "cancelled":
-                    request.hand_over(request, context)
-                elif request.is_sound:
+                if request.gives and error is None and result.finish_reason != "cancelled":
+                    request.held = context if request.gives == "context" else context.fork()
+                if request.is_sound and request.held is not context:
                     self.prefixes.keep(request, context)
         except Exception as failure:
             error = error or failure

@@ -107,10 +107,8 @@ class Tokenizer:
             return cls(SentencePieceVocabulary(raw, where / "tokenizer.model", config), config, vocab_size)
         if (raw := read("tekken.json", most)) is not None:
             own = object_of(read("tokenizer_config.json", MAX_FILE_BYTES), where / "tokenizer_config.json")
-            files = tekken_files(raw, where / "tekken.json", own)
-            return cls.from_files(
-                lambda name, most: files.get(name) or read(name, most), where / "tekken.json", vocab_size
-            )
+            path, made = where / "tekken.json", tekken_files(raw, where / "tekken.json", own)
+            return cls.from_files(lambda name, most: made.get(name) or read(name, most), path, vocab_size)
         return NoTokenizer(where, vocab_size or 0)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
