@@ -242,8 +242,7 @@ class RecentRows(MethodState):
     """A state with the rows `[heads, n, D]` of the last `n_kept` tokens and of the current block.
 
     The state's number is the index of the first row's token. Example: recent keys, rotated to their positions, so that
-    queries see near keys at their true distance. Time: O(1) per token, amortised. Bytes: at most `2 · n_kept` rows,
-    and the rows of a block.
+    queries see near keys at their true distance. Time: O(1) per token, amortised. Bytes: `2 · n_kept` rows and a block.
 
     If `remade`, the method computes `missing` rows again after a truncation. Otherwise the state can only go back to a
     length before which it still has `n_kept` rows. So that it can go back by a fourth of the text, it keeps the rows of

@@ -53,8 +53,6 @@ class Context(Unique):
 
     A call that fails or is interrupted leaves the context as it was before, so the call can be repeated. A stream that
     has begun to answer leaves the answer so far: an empty prompt continues the answer.
-
-    `close` frees memory and files at once, as the end of `with engine.prefill(...) as context:` does.
     """
 
     _instead = "copy it with fork(), or write it with save() and open it with Engine.open_context() in another process"
@@ -144,7 +142,7 @@ class Context(Unique):
             del self.token_ids[n_tokens:]  # last: if interrupted before this, the next call prefills again
 
     def close(self) -> None:
-        """Free memory and files; any later use raises `UsageError`. Raises `UsageError` while the context is in use."""
+        """Free memory and files, as the end of `with` does. Raises `UsageError` while in use; so does any later use."""
         if self._cache is not None:
             with self.hold():
                 self._cache, self._last, self.graph = None, (0, None), None

@@ -225,8 +225,7 @@ class Engine(Unique):
 
         A last message of the assistant is continued: the text is what comes behind it. Takes the options of
         `generate`; sampling that is left out is as the model's makers recommend. With `context`, the messages are
-        formatted as if they followed an answer. Raises `ModelError` if the model has no chat template, and `DataError`
-        for messages that the template refuses.
+        formatted as if they followed an answer. Raises `ModelError` without a template, `DataError` if it refuses them.
         """
         from lce.engine.chat import Conversation
 

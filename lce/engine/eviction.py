@@ -99,14 +99,11 @@ def repetitions(text: Sequence[int], tokenizer: Tokenizer, longest: int | None) 
 
 
 class AttentionPeaks:
-    """Observes passes after a text of `n_tokens` tokens: the largest attention weight of each key of a `span`.
-
-    `peaks` has a tensor `[G, n_tokens]` for each layer.
-    """
+    """Observes passes after a text of `n_tokens` tokens: the largest attention weight of each key of a `span`."""
 
     def __init__(self, n_tokens: int) -> None:
         self.n_tokens, self.span = n_tokens, (0, n_tokens)
-        self.peaks: dict[int, Tensor] = {}
+        self.peaks: dict[int, Tensor] = {}  # `[G, n_tokens]`, by layer
 
     def rows(self, step: Step) -> Tensor:
         """Return no rows: choices are not observed."""

@@ -122,7 +122,7 @@ class PrefixCache(Unique):
             if not any(2 * len(each.ids) > n_tokens for each in shorter if each.context):
                 entry.unsavable = entry.path is None  # stays in memory, for texts that begin alike and go on otherwise
                 return context.fork()
-        entry.context = None  # the request appends to it
+        entry.context, entry.memory_bytes = None, 0  # the request appends to it
         if entry.path is None:
             self._entries.discard(entry)
         return context

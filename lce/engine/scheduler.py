@@ -128,24 +128,23 @@ class Scheduler:
             if request.cancelled:
                 self._end(request)
             elif len(self._running) < self.max_lanes and all(each.n_overtaking < MOST_OVERTAKING for each in short):
-                if self._try(request) == "memory":
+                self._try(request)
+                if request.waits_for == "memory":
                     short.append(request)
                 elif request.state == "prefill":
                     for each in short:
                         each.n_overtaking += 1
         return len(self._running) > n_before
 
-    def _try(self, request: Request) -> Literal["", "context", "memory"]:
-        """Begin a request unless that failed just now; return what it waits for, "" for nothing."""
-        if request.waits_for and time.perf_counter() < request.tried + RETRY_S:
-            return request.waits_for
-        try:
-            request.waits_for = self._begin(request)
-        except BaseException as error:  # a callback may raise any, and it must not end the thread
-            self._end(request, error)
-            return ""
-        request.tried = time.perf_counter()
-        return request.waits_for
+    def _try(self, request: Request) -> None:
+        """Begin a request unless that failed just now; `waits_for` then says why."""
+        if not request.waits_for or time.perf_counter() >= request.tried + RETRY_S:
+            request.waits_for = ""
+            try:
+                request.waits_for = self._begin(request)
+            except BaseException as error:  # a callback may raise any, and it must not end the thread
+                self._end(request, error)
+            request.tried = time.perf_counter()
 
     def _decode(self) -> None:
         """Generate one token of every answer, and wait for that."""

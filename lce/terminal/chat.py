@@ -224,8 +224,8 @@ def chat_sampling(engine: "lce.Engine", given: Mapping[str, Any], output: Output
     knobs = [knob.name for knob in fields(sampling) if knob.name not in ("temperature", "seed", "stop")]
     used = [f"{knob} {getattr(sampling, knob):g}" for knob in knobs if getattr(sampling, knob) != getattr(greedy, knob)]
     first = f"temperature {sampling.temperature:g}" if sampling.temperature else "the likeliest token"
-    text = ", ".join([first, *used])
-    output.figures(f"lce: sampling: {text} ({source}); --temperature 0 is greedy, without penalties")
+    text = f"lce: sampling: {', '.join([first, *used])} ({source})"
+    output.figures(f"{text}; --temperature 0 is greedy, without penalties")
     return options.seeded(sampling)
 
 

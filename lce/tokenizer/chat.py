@@ -95,9 +95,8 @@ def render_chat(
         written |= {"messages": _begun(written["messages"], end), "add_generation_prompt": False}
     text = _rendered(template, written, sum(map(len, texts)), n_before)
     if continues and end not in text:
-        raise DataError(
-            "the chat template does not write the last answer, so it cannot be continued; ask a user's turn"
-        )
+        fault = "the chat template does not write the last answer, so it cannot be continued"
+        raise DataError(f"{fault}; ask a user's turn")
     parts = (text.rpartition(end)[0] if continues else text).split(cut)
     text, begun = "".join(parts), (conversation[-1]["content"] or "") if continues else ""
     return ChatText(text, tuple(accumulate(map(len, parts[:-1]))), thinking_of(template, text, begun))

@@ -4,8 +4,7 @@
 by sentencepiece. Both encode a text with special tokens in it. `token` maps an id to the token's string (None for an id
 that no token has), and `id_of` a string to the id. `size` is the highest id + 1, `own_size` that without added tokens,
 `special` are the ids that decoding skips, `ends` those of well-known tokens that end a text or a turn, `prefix` and
-`suffix` are the ids that the file puts before and after every text. An error of either library is raised as an error of
-lce with one line of text.
+`suffix` are the ids that the file puts before and after every text. An error of either library becomes one of lce.
 """
 
 import json

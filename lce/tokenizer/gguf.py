@@ -162,9 +162,8 @@ class _Vocabulary:
     def settings(self, add_bos: bool) -> bytes:
         """Return tokenizer_config.json. `add_bos` says whether a BOS comes first if the metadata does not."""
         ends = {f"{name}_token": self.tokens[i] for name in ("bos", "eos") if (i := self.ids[name]) is not None}
-        flags = {
-            f"add_{name}_token": self.flag(f"add_{name}_token", name == "bos" and add_bos) for name in ("bos", "eos")
-        }
+        defaults = {"add_bos_token": add_bos, "add_eos_token": False}
+        flags = {key: self.flag(key, default) for key, default in defaults.items()}
         return json.dumps(flags | ends).encode()
 
     def wrong(self, name: str, value: object, expected: str, remedy: str = _AGAIN) -> ModelError:

@@ -272,9 +272,8 @@ def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
     try:
         ids = [index(i) for i in token_ids]
     except TypeError:
-        raise UsageError(
-            f"the prompt is a {type(token_ids).__name__}; expected text or token ids; engine.chat takes messages"
-        ) from None
+        expected = "expected text or token ids; engine.chat takes messages"
+        raise UsageError(f"the prompt is a {type(token_ids).__name__}; {expected}") from None
     if (wrong := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
         raise UsageError(f"token id {wrong} is not in the model's vocabulary; expected 0 to {vocab_size - 1}")
     return ids
