@@ -219,20 +219,16 @@ def _rows(cache: KVCache, n_tokens: int) -> int:
 
 def own_context(setup: Setup, context: object) -> Context | None:
     """Return a context of this engine, or None. Raises `UsageError` for another engine's context."""
-    if context is None:
-        return None
+    return None if context is None else given_context(setup, context)
+
+
+def given_context(setup: Setup, context: object) -> Context:
+    """Return a context of this engine. Raises `UsageError` for None and for another engine's context."""
     if not isinstance(context, Context):
         raise UsageError(f"context is {shown(context)}; expected what prefill, open_context or fork returns")
     if context.files is not setup.files:
         raise UsageError("this context was made by another engine; ask that one, or prefill the text again")
     return context
-
-
-def given_context(setup: Setup, context: object) -> Context:
-    """Return a context of this engine. Raises `UsageError` for None and for another engine's context."""
-    if (own := own_context(setup, context)) is None:
-        raise UsageError("context is None; expected what prefill, open_context or fork returns")
-    return own
 
 
 def appended(setup: Setup, context: Context | None, n_new: int, announced: int, work: Callable[[Context], T]) -> T:

@@ -179,11 +179,10 @@ def report_failure(error: BaseException) -> int:
 def classify(error: BaseException) -> tuple[int, str]:
     """Return the exit code for an exception, and the line to print."""
     text, code = str(error).strip().partition("\n")[0], LceError.exit_code
+    tells_memory = isinstance(error, RuntimeError | ImportError) and any(sign in text for sign in _NO_MEMORY)
     if isinstance(error, LceError):
         code, text = error.exit_code, " ".join(str(error).split())
-    elif isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError | ImportError) and any(sign in text for sign in _NO_MEMORY)
-    ):
+    elif tells_memory or isinstance(error, MemoryError):
         code, text = CapacityError.exit_code, f"not enough memory: {text or 'an allocation failed'}"
     elif isinstance(error, OSError):
         code = CapacityError.exit_code if error.errno in _NO_SPACE else code
