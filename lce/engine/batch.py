@@ -29,7 +29,7 @@ from lce.engine.stream import Generation
 from lce.errors import UsageError, shown
 from lce.files import path_of
 from lce.methods.base import Method
-from lce.methods.registry import make, with_knobs
+from lce.methods.registry import as_method, make, with_knobs
 from lce.models.products import SHARED_ROWS
 from lce.sizes import count, in_bytes
 from lce.system import free_host_memory
@@ -95,9 +95,7 @@ class Batch(Unique):
         if not options and (method is None or isinstance(method, Setup)):
             return method or self.setup
         named = with_knobs(self.setup.method.label if method is None else method, options)
-        method = make(named) if isinstance(named, str) else named
-        if not isinstance(method, Method):
-            raise UsageError(f"method is {shown(method)}; expected a method's name, or an instance of Method")
+        method = as_method(make(named) if isinstance(named, str) else named)  # `as_method` would run a file by its name
         with self._choosing:
             return self.setup if method == self.setup.method else self._using(method)
 

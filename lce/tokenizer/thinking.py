@@ -37,8 +37,7 @@ class Thinking:
             return "", text
         thought, mark, answer = text.lstrip("\n").partition(self.closed)
         if not mark and not whole:
-            ends = range(len(self.closed) - 1, 0, -1)
-            thought = next((thought[:-n] for n in ends if thought.endswith(self.closed[:n])), thought)
+            thought = thought[: len(thought) - overlap(thought, self.closed)]
         return thought.rstrip("\n"), answer.lstrip("\n")
 
     def reader(self) -> Callable[..., tuple[str, str]]:
@@ -54,6 +53,11 @@ class Thinking:
             return thought[n:], answer
 
         return push
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of `mark`, but not all of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
 def thinking_of(template: str, prompt: str, begun: str = "") -> Thinking | None:
