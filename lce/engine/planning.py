@@ -159,8 +159,9 @@ class Planner:
     def refusal(self, n_tokens: int) -> str | None:
         """Return why `n_tokens` tokens do not fit, the longest length that fits, and a remedy; None if they fit."""
         lacking = {tier: need for tier, need in self.needs(n_tokens).items() if not need.fits}
-        if not lacking:
-            return None
+        return self._reason(n_tokens, lacking) if lacking else None
+
+    def _reason(self, n_tokens: int, lacking: Mapping[str, Need]) -> str:
         devices = [tier for tier in lacking if tier not in (HOST, DISK)]
         tier = max(devices, key=lambda each: lacking[each].keys_and_values) if devices else next(iter(lacking))
         need = lacking[tier]

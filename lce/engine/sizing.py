@@ -201,10 +201,15 @@ def devices_of(name: object) -> tuple[torch.device, ...]:
 
     Raises `UsageError` for devices that this machine lacks, or that cannot share one model.
     """
-    names: Sequence[object] = name if isinstance(name, list | tuple) else [name]
     if isinstance(name, str):
-        all_gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda"]
-        names = all_gpus if name == "cuda:all" else name.split(",")
+        several = "," in name or name == "cuda:all"
+        return _several(name, name.split(",")) if several else (device_of(name.strip()),)
+    return _several(name, name) if isinstance(name, list | tuple) else (device_of(name),)
+
+
+def _several(name: object, names: Sequence[object]) -> tuple[torch.device, ...]:
+    if isinstance(name, str) and name == "cuda:all":
+        names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda"]
     if not names:
         raise UsageError(f"device is {shown(name)}; {EXPECTED_DEVICES}")
     devices = [device_of(each.strip() if isinstance(each, str) else each) for each in names]
@@ -222,6 +227,10 @@ def device_of(name: object) -> torch.device:
     """Return the device that a user names. Raises `UsageError` for a device that this machine lacks."""
     if name is None or (isinstance(name, str) and name == "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _named(name)
+
+
+def _named(name: object) -> torch.device:
     if not isinstance(name, str | torch.device):
         raise UsageError(f"device is {shown(name)}; {EXPECTED_DEVICES}")
     try:

@@ -277,12 +277,15 @@ class Checkpoint:
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]) -> None:
         """Raise ModelError unless all of `wanted` are there, and all other tensors match a pattern in `ignore`."""
-        published, remedy = self.shapes, "check that the config belongs to these weights"
+        published = self.shapes
         extra = [x for x in published if x not in wanted and not any(fnmatchcase(x, pattern) for pattern in ignore)]
         wrong = [name for name, shape in wanted.items() if published.get(name) != tuple(shape)]
         unread = [name for name, info in self.tensors.items() if name in wanted and info.dtype not in BY_NAME]
-        if not (extra or wrong or unread):
-            return
+        if extra or wrong or unread:
+            raise self._refusal(wanted, extra, wrong, sorted(unread))
+
+    def _refusal(self, wanted: Mapping[str, Any], extra: list[str], wrong: list[str], unread: list[str]) -> ModelError:
+        published, remedy = self.shapes, "check that the config belongs to these weights"
         faults = {"missing": sorted({*wrong} - published.keys()), "unexpected": extra}
         if any(faults.values()):
             texts = [f"{len(names)} {what} ({few(names)})" for what, names in faults.items() if names]
@@ -291,6 +294,6 @@ class Checkpoint:
             shapes = f"{shown(wrong[0])} is {list(published[wrong[0]])}, expected {list(wanted[wrong[0]])}"
             fault = f"{len(wrong)} wrong shapes: {shapes}"
         else:
-            found = few([f"{name} ({self.tensors[name].dtype})" for name in sorted(unread)])
+            found = few([f"{name} ({self.tensors[name].dtype})" for name in unread])
             fault, remedy = f"expected weights in {', '.join(DTYPES)}, got {found}", "use an unquantized checkpoint"
-        raise ModelError(f"{named(self.folder)}: {fault}; {remedy}")
+        return ModelError(f"{named(self.folder)}: {fault}; {remedy}")

@@ -188,8 +188,10 @@ def source_of(model: object, *, metadata_only: bool = False) -> Source:
     exists as a file or folder is no hub id. Raises `UsageError` for other values.
     """
     text, path = model if isinstance(model, str) else "", path_of(model, "model")
-    if text == "demo":
-        return Source(DEMO)
+    return Source(DEMO) if text == "demo" else _source(text, path, metadata_only)
+
+
+def _source(text: str, path: Path, metadata_only: bool) -> Source:
     if not os.path.lexists(path):
         if text == "smollm2":
             return GgufSource(_smollm2())
