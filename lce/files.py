@@ -76,9 +76,8 @@ def check_new(path: str | Path, force: bool, is_ours: Callable[[Path], bool] = l
     if not isinstance(force, bool):
         raise UsageError(f"force is {shown(force)}; expected True or False")
     if not force and os.path.lexists(path) and not is_ours(Path(path)):
-        raise UsageError(
-            f"{named(path)} exists; name another file, or give --force to replace it (in Python, force=True)"
-        )
+        remedy = "name another file, or give --force to replace it (in Python, force=True)"
+        raise UsageError(f"{named(path)} exists; {remedy}")
 
 
 def check_folder(path: str | Path) -> None:

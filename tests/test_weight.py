@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
-        33_905,
+        33_762,
         "lines; a fifth are kernels, which wait for their own rebuilding; advice takes 130, kept beginnings 60",
     ),
     "lce_serve": (

@@ -6,7 +6,7 @@ states have rows, written at the index of a token or a chunk; the next pass over
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -37,13 +37,15 @@ class FileTensor:
 class MethodState(ABC):
     """One named part of what a method keeps in a layer: a tensor and a number, replaced in one assignment.
 
-    `Method.state` names these parts. Subclasses' docstrings say what the number means. If a pass cannot write rows
-    in place, it makes a new tensor and a new number, which replace the present ones at the commit.
+    `Method.state` names these parts. Subclasses' docstrings say what the number means.
     """
 
     floats: ClassVar[bool] = True  # whether the tensor's dtype must be floating-point
     forgets: ClassVar[bool] = True  # whether the state of a longer text may be unable to go back to this length
     in_place: ClassVar[bool] = False  # whether a pass that `has_space` only reads and writes the tensor's rows
+    most_points: ClassVar[int] = 0  # the number of `points` that a file may have
+    # Earlier tensors with their numbers, ascending, to be saved, and restored before the present one.
+    points: tuple[Held, ...] = field(default=(), init=False)
     _held: Held = field(default=NOTHING, init=False)
     _next: Held = field(default=NOTHING, init=False)
 
@@ -73,16 +75,6 @@ class MethodState(ABC):
         self._next = NOTHING
 
     @property
-    def most_points(self) -> int:
-        """The number of `points` that a file may have."""
-        return 0
-
-    @property
-    def points(self) -> Sequence[Held]:
-        """Earlier tensors with their numbers, ascending, to be saved, and restored before the present one."""
-        return ()
-
-    @property
     def memory(self) -> Tensor | None:
         """The state's tensor; None before the first write."""
         return self._held[0]
@@ -96,7 +88,7 @@ class MethodState(ABC):
     @property
     def n_bytes(self) -> int:
         """The bytes that this state's tensors take now."""
-        return sum(tensor.nbytes for tensor, _ in (self._held, self._next) if tensor is not None)
+        return sum(tensor.nbytes for tensor, _ in (self._held, self._next, *self.points) if tensor is not None)
 
     def has_space(self, start: int) -> bool:
         """Return whether a decode step of the token at index `start` needs no new memory for this state."""
@@ -250,8 +242,7 @@ class RecentRows(MethodState):
     """A state with the rows `[heads, n, D]` of the last `n_kept` tokens and of the current block.
 
     The state's number is the index of the first row's token. Example: recent keys, rotated to their positions, so that
-    queries see near keys at their true distance. Time: O(1) per token, amortised. Bytes: at most `2 · n_kept` rows,
-    and the rows of a block.
+    queries see near keys at their true distance. Time: O(1) per token, amortised. Bytes: `2 · n_kept` rows and a block.
 
     If `remade`, the method computes `missing` rows again after a truncation. Otherwise the state can only go back to a
     length before which it still has `n_kept` rows. So that it can go back by a fourth of the text, it keeps the rows of
@@ -461,7 +452,6 @@ class Staged(MethodState):
     bound: Callable[[int, int], int]
     grid: int = 0
     point_bytes: int = 0
-    _points: tuple[Held, ...] = field(default=(), init=False)
 
     @property
     def value(self) -> Tensor | None:
@@ -485,7 +475,7 @@ class Staged(MethodState):
 
     def _add_point(self, before: int = 0) -> None:
         """Make a point of the present tensor if it is on the grid; give up a point if there are too many then."""
-        (value, n_tokens), points = self._held, self._points
+        (value, n_tokens), points = self._held, self.points
         if value is None or not self.grid or n_tokens % self.grid:
             return
         new = n_tokens - (points[-1][1] if points else 0)
@@ -501,23 +491,15 @@ class Staged(MethodState):
             ]
             drop = gaps.index(min(gaps))
             points = points[:drop] + points[drop + 1 :]
-        self._points = points
+        self.points = points
 
     @property
-    def most_points(self) -> int:
+    def most_points(self) -> int:  # type: ignore[override]
         return MOST_POINTS if self.grid else 0
-
-    @property
-    def points(self) -> Sequence[Held]:
-        return self._points
 
     def restore(self, held: Held) -> None:
         self._held = held
         self._add_point()
-
-    @property
-    def n_bytes(self) -> int:
-        return super().n_bytes + sum(x.nbytes for x, _ in self._points if x is not None)
 
     def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
         return number <= n_tokens and tensor.n_bytes <= self.bound(n_tokens, n_tokens)
@@ -526,13 +508,13 @@ class Staged(MethodState):
         value, since = self._held
         if value is None or n_tokens == length or 0 < since <= n_tokens:
             return n_tokens
-        return max((n for _, n in self._points if n <= n_tokens), default=0)
+        return max((n for _, n in self.points if n <= n_tokens), default=0)
 
     def mark(self, n_tokens: int) -> Held:
-        return next((point for point in self._points if point[1] == n_tokens < self._held[1]), super().mark(n_tokens))
+        return next((point for point in self.points if point[1] == n_tokens < self._held[1]), super().mark(n_tokens))
 
     def _go_back(self, mark: Held) -> None:
-        self._points = tuple(point for point in self._points if point[1] <= mark[1])
+        self.points = tuple(point for point in self.points if point[1] <= mark[1])
         super()._go_back(mark)
 
     def most_bytes(self, n_tokens: int, block: int) -> int:

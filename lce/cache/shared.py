@@ -187,14 +187,11 @@ def share(buffers: Sequence[tuple[RowBuffer, int, int]]) -> None:
             shape = (*x.tensor.shape[: x.axis], capacity, *x.tensor.shape[x.axis + 1 :])
             moving.append((x, end, n, shape))
             end += -(-torch.Size(shape).numel() * x.tensor.dtype.itemsize // PAGE) * PAGE
-    if not moving or not _available():
-        return
-    try:
-        file = MemoryFile(end)
-    except OSError:
-        return
-    for x, start, n, shape in moving:
-        x.move(file, start, n, shape)
+    if moving and _available():
+        with suppress(OSError):
+            file = MemoryFile(end)
+            for x, start, n, shape in moving:
+                x.move(file, start, n, shape)
 
 
 def _available() -> bool:

@@ -17,6 +17,7 @@ from lce.errors import UsageError, shown
 from lce.profiling import timed
 from lce.progress import Progress, check_progress
 from lce.sizes import count
+from lce.tokenizer.thinking import overlap
 from lce.tokenizer.tokenizer import Tokenizer
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -287,15 +288,10 @@ class StopWatch:
         if found:
             _, at, self.stopped = min(found)
             return self._held[:at]
-        certain = len(self._held) - max((_overlap(self._held, stop) for stop in self.stops), default=0)
+        certain = len(self._held) - max((overlap(self._held, stop) for stop in self.stops), default=0)
         text, self._held = self._held[:certain], self._held[certain:]
         return text
 
     def finish(self) -> str:
         """Return the text that is still held back when the generation ends."""
         return "" if self.stopped else self._held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `stop`, but not all of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

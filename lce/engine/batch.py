@@ -11,10 +11,10 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from lce.engine.arguments import Prompt, Prompts
 from lce.engine.context import Context, Unique, own_context
@@ -29,7 +29,7 @@ from lce.engine.stream import Generation
 from lce.errors import UsageError, shown
 from lce.files import path_of
 from lce.methods.base import Method
-from lce.methods.registry import make, with_knobs
+from lce.methods.registry import as_method, make, with_knobs
 from lce.models.products import SHARED_ROWS
 from lce.sizes import count, in_bytes
 from lce.system import free_host_memory
@@ -90,16 +90,12 @@ class Batch(Unique):
     def setup_of(self, method: str | Method | Setup | None = None, options: Mapping[str, Any] | None = None) -> Setup:
         """Return the setup for a method and its knobs, with the batch's model; the batch's own setup for None.
 
-        A setup that this method or a stream has returned is returned as it is.
-
-        Raises `UsageError` for a method or knobs that cannot be used.
+        A `Setup` is returned as it is. Raises `UsageError` for a method or knobs that cannot be used.
         """
         if not options and (method is None or isinstance(method, Setup)):
             return method or self.setup
         named = with_knobs(self.setup.method.label if method is None else method, options)
-        method = make(named) if isinstance(named, str) else named
-        if not isinstance(method, Method):
-            raise UsageError(f"method is {shown(method)}; expected a method's name, or an instance of Method")
+        method = as_method(make(named) if isinstance(named, str) else named)  # `as_method` would run a file by its name
         with self._choosing:
             return self.setup if method == self.setup.method else self._using(method)
 
@@ -121,13 +117,10 @@ class Batch(Unique):
         requests. Options are those of `Engine.generate`. Raises `UsageError` for what cannot be used, `CapacityError`
         for what would not fit even alone, and `BusyError` if the queue is full.
         """
-        return self._ask(prompt, method, method_options, context, options, Request.hold if keep_context else None)
+        return self._ask(prompt, method, method_options, context, options, "context" if keep_context else "")
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **how: Any) -> BatchStream:
-        """Ask for the answer to messages, or to one user's message given as a text. Takes what `stream` takes.
-
-        Messages and missing sampling are as in `Engine.chat`.
-        """
+        """Ask for the answer to messages, or to a user's text, as `Engine.chat` does. Takes what `stream` takes."""
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         text = self.setup.tokenizer.render_chat(asked, following=how.get("context") is not None)
         return self.stream(text, **self.setup.sampling_for(how))
@@ -146,12 +139,7 @@ class Batch(Unique):
         The context belongs to the engine of the stream's `setup`. Without `keep_context`, later requests may begin with
         a copy of it. Arguments and errors are those of `stream`.
         """
-
-        def give_fork(request: Request, held: Context) -> None:
-            request.held = held.fork()
-            self._prefixes.keep(request, held)
-
-        return self._ask(prompt, method, method_options, context, None, Request.hold if keep_context else give_fork)
+        return self._ask(prompt, method, method_options, context, None, "context" if keep_context else "fork")
 
     def _ask(
         self,
@@ -160,7 +148,7 @@ class Batch(Unique):
         knobs: Mapping[str, Any] | None,
         context: Context | None,
         given: Mapping[str, Any] | None,
-        hand_over: Callable[[Request, Context], None] | None,
+        gives: Literal["", "context", "fork"],
     ) -> BatchStream:
         """Submit a request: see `stream`. Without options in `given`, the prompt is only read."""
         if os.getpid() != self._process:
@@ -170,7 +158,7 @@ class Batch(Unique):
         options = seeded(checked_options(setup, {"max_tokens": 1} if given is None else given, prompt))
         chat = prompt if isinstance(prompt, ChatText) else None
         ids = prompt_ids(setup, prompt, start)
-        request = Request(setup, chat, ids, options, start, given is None, hand_over)
+        request = Request(setup, chat, ids, options, start, given is None, gives)
         ALLOWANCE.check_alone(setup.layout, len(ids) + options.max_tokens)
         request.asked = time.perf_counter()
         request.result.stats.prompt_tokens = len(ids)

@@ -119,9 +119,8 @@ class Conversation(Unique):
     def ask(self, message: str | Sequence[Mapping[str, Any]], **options: Unpack[GenerationOptions]) -> Generation:
         """Generate the answer to one or more messages. Takes the options of `Engine.generate` except `context`.
 
-        If the last message is the assistant's, it is continued: the result has what comes behind it.
-
-        Knobs of sampling that are left out are as the model's makers recommend: see `Setup.sampling_for`.
+        If the last message is the assistant's, it is continued: the result has what comes behind it. Knobs of sampling
+        that are left out are as the model's makers recommend: see `Setup.sampling_for`.
         """
         return self.stream(message, **options).finish()
 
@@ -152,9 +151,8 @@ class Conversation(Unique):
     def use(self, method: str | Method) -> None:
         """Go on with another method: the next turn reads all messages anew. Not for a conversation with a context."""
         if self._before:
-            raise UsageError(
-                "this conversation continues a context, whose text another method has read; begin a new one"
-            )
+            fault = "this conversation continues a context, whose text another method has read"
+            raise UsageError(f"{fault}; begin a new one")
         setup = self.setup.using(method)
         self._settle()
         self._past = replace(self._past, text="", marks=[(0, 0)], n_tokens=None if self._past.messages else 0)

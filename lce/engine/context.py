@@ -53,8 +53,6 @@ class Context(Unique):
 
     A call that fails or is interrupted leaves the context as it was before, so the call can be repeated. A stream that
     has begun to answer leaves the answer so far: an empty prompt continues the answer.
-
-    `close` frees memory and files at once, as the end of `with engine.prefill(...) as context:` does.
     """
 
     _instead = "copy it with fork(), or write it with save() and open it with Engine.open_context() in another process"
@@ -144,7 +142,7 @@ class Context(Unique):
             del self.token_ids[n_tokens:]  # last: if interrupted before this, the next call prefills again
 
     def close(self) -> None:
-        """Free memory and files; any later use raises `UsageError`. Raises `UsageError` while the context is in use."""
+        """Free memory and files, as the end of `with` does. Raises `UsageError` while in use; so does any later use."""
         if self._cache is not None:
             with self.hold():
                 self._cache, self._last, self.graph = None, (0, None), None
@@ -221,20 +219,16 @@ def _rows(cache: KVCache, n_tokens: int) -> int:
 
 def own_context(setup: Setup, context: object) -> Context | None:
     """Return a context of this engine, or None. Raises `UsageError` for another engine's context."""
-    if context is None:
-        return None
+    return None if context is None else given_context(setup, context)
+
+
+def given_context(setup: Setup, context: object) -> Context:
+    """Return a context of this engine. Raises `UsageError` for None and for another engine's context."""
     if not isinstance(context, Context):
         raise UsageError(f"context is {shown(context)}; expected what prefill, open_context or fork returns")
     if context.files is not setup.files:
         raise UsageError("this context was made by another engine; ask that one, or prefill the text again")
     return context
-
-
-def given_context(setup: Setup, context: object) -> Context:
-    """Return a context of this engine. Raises `UsageError` for None and for another engine's context."""
-    if (own := own_context(setup, context)) is None:
-        raise UsageError("context is None; expected what prefill, open_context or fork returns")
-    return own
 
 
 def appended(setup: Setup, context: Context | None, n_new: int, announced: int, work: Callable[[Context], T]) -> T:

@@ -24,12 +24,9 @@ from lce.models.ranks import Division, Ranks
 
 @dataclass(frozen=True, eq=False)
 class DividedFiles(ContextFiles):
-    """The context files of an engine whose heads are divided among ranks. All ranks make each call.
+    """The context files of an engine whose heads are divided among ranks. All ranks make each call."""
 
-    `layout` is that of all heads, `own` that of this rank's heads.
-    """
-
-    own: CacheLayout
+    own: CacheLayout  # of this rank's heads; `layout` is that of all
     division: Division
 
     @classmethod

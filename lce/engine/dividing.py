@@ -28,8 +28,7 @@ LAUNCH = "torchrun --nproc-per-node 2 -m lce ..."
 def ranks_of(value: object) -> Ranks:
     """Return the ranks that a user names: "all" of torchrun's, or a process group.
 
-    "all" joins the processes that torchrun started, unless torch.distributed has a group already. Tensors on CPUs go by
-    gloo, tensors on GPUs by NCCL.
+    "all" joins the processes that torchrun started, by gloo on CPUs and NCCL on GPUs, unless there is a group already.
     """
     if not dist.is_available():
         raise UsageError("this PyTorch has no torch.distributed, so ranks cannot be used; leave ranks out")
@@ -62,8 +61,7 @@ def facts_of(made: Setup) -> Facts:
     """Return all that can change a token, by names for messages.
 
     That is what a context file records of model and method, and the block, the attention backend, the device and the
-    end tokens. Reads only the samples of the checkpoint's fingerprint, 12 KiB of each tensor, from the whole model's
-    files.
+    end tokens. Of the whole model's files only the fingerprint's samples are read, 12 KiB of each tensor.
     """
     facts, found = made.identity.facts, Facts()
     for name, value in sorted(facts.items(), key=lambda fact: fact[0] == "knobs"):  # these follow from the others

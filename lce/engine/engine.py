@@ -55,11 +55,10 @@ class Engine(Unique):
     def generate(self, prompt: Prompt | Prompts, **options: Unpack[GenerationOptions]) -> Generation | list[Generation]:
         """Prefill `prompt` (text, token ids, or a rendered chat) and generate up to `max_tokens` tokens.
 
-        Options: `max_tokens` (256), `context` to continue, the knobs of `Sampling` as keywords (`temperature`, `top_k`,
-        `top_p`, `min_p`, `seed`, `stop`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`) or
-        `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each token and of the k likeliest,
-        `schema={...}` for a JSON schema or `grammar="..."` that the text must match, and `progress`: True for a bar, or
-        a function of the tokens done and the total.
+        Options: `max_tokens` (256), `context` to continue, the knobs of `Sampling` as keywords, such as `temperature`,
+        `top_p`, `seed` and `stop`, or `sampling=Sampling(...)`, `logprobs=k` for the log-probability of each token and
+        of the k likeliest, `schema={...}` for a JSON schema or `grammar="..."` that the text must match, and
+        `progress`: True for a bar, or a function of the tokens done and the total.
 
         A list of prompts gives a list of results. Up to 8 prompts are answered at once, each on its own fork of
         `context`, if given. Raises `UsageError` for a prompt or an option that cannot be used, and `CapacityError`
@@ -138,11 +137,10 @@ class Engine(Unique):
         """Prefill a document into the context file `path`, after a copy of `context` if given; return `Stats`.
 
         Keys and values beyond the memory budget go straight to the file and are written once. `checkpoint_every` is the
-        number of tokens between checkpoints: an interrupted call that is repeated resumes at the last one. `length`
-        announces how many tokens the context will have in the end; with a `context`, the length announced for
-        `context` counts. `context` stays as it is, and `path` may be the file from which `context` was opened. Any
-        other file is replaced only with `force`; without `force`, raises `UsageError`. Raises `DataError` for the
-        unfinished prefill of another text or engine, and `CapacityError` if space is short.
+        number of tokens between checkpoints: an interrupted call that is repeated resumes at the last one. `length` is
+        that of `prefill`; with a `context`, the length announced for `context` counts. `context` stays as it is, and
+        `path` may be the file from which it was opened: any other file is replaced only with `force`. Raises
+        `DataError` for the unfinished prefill of another text or engine, and `CapacityError` if space is short.
 
         With `keep`, the file has that share of the keys and values: see `evict`. The text is then prefilled in memory,
         or within the budgets, as it is after a `context` of which keys were evicted; `checkpoint_every` is refused.
@@ -225,8 +223,7 @@ class Engine(Unique):
 
         A last message of the assistant is continued: the text is what comes behind it. Takes the options of
         `generate`; sampling that is left out is as the model's makers recommend. With `context`, the messages are
-        formatted as if they followed an answer. Raises `ModelError` if the model has no chat template, and `DataError`
-        for messages that the template refuses.
+        formatted as if they followed an answer. Raises `ModelError` without a template, `DataError` if it refuses them.
         """
         from lce.engine.chat import Conversation
 

@@ -10,8 +10,7 @@ heads, which a cache with the same number of rows in all heads and layers cannot
 Example: of 8 tokens, `keep=0.5` keeps 4 rows in each head, maybe those of tokens 0, 1, 3, 6 in one and 0, 1, 2, 7 in
 another. Token 8 then comes into row 4, at position 8.
 
-Full attention reads such rows as any others, because it sees every row. Methods that need to know which token a row
-has cannot read them.
+Full attention alone reads such rows, because it sees every row and need not know which token a row has.
 """
 
 import math
@@ -99,14 +98,11 @@ def repetitions(text: Sequence[int], tokenizer: Tokenizer, longest: int | None) 
 
 
 class AttentionPeaks:
-    """Observes passes after a text of `n_tokens` tokens: the largest attention weight of each key of a `span`.
-
-    `peaks` has a tensor `[G, n_tokens]` for each layer.
-    """
+    """Observes passes after a text of `n_tokens` tokens: the largest attention weight of each key of a `span`."""
 
     def __init__(self, n_tokens: int) -> None:
         self.n_tokens, self.span = n_tokens, (0, n_tokens)
-        self.peaks: dict[int, Tensor] = {}
+        self.peaks: dict[int, Tensor] = {}  # `[G, n_tokens]`, by layer
 
     def rows(self, step: Step) -> Tensor:
         """Return no rows: choices are not observed."""

@@ -38,9 +38,8 @@ class Vocabulary:
         """Return the vocabulary. Takes some tenths of a second for the first time."""
         with self._lock:
             if self._made is None:
-                self._made = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(_Tokens(self.tokenizer, self.eos_ids)), eos_token=self.eos_ids
-                )
+                tokens = llguidance.TokenizerWrapper(_Tokens(self.tokenizer, self.eos_ids))
+                self._made = llguidance.LLTokenizer(tokens, eos_token=self.eos_ids)
             return self._made
 
     def behind(self, thinking: Thinking | None) -> Vocabulary:
@@ -54,18 +53,17 @@ class Vocabulary:
 
         Raises `UsageError` if any of it cannot be enforced, unless the schema has `"x-guidance": {"lenient": true}`.
         """
-        if schema is not None and not isinstance(schema, Mapping):
+        if isinstance(schema, Mapping):
+            what, found = "schema", of_schema(self, {"x-guidance": {"lenient": False}, **schema})
+        elif schema is not None:
             hint = ", such as what model_json_schema() returns" if hasattr(schema, "model_json_schema") else ""
             raise UsageError(f"schema is {shown(schema)}; expected a JSON schema as a dict{hint}")
-        if schema is None and not isinstance(grammar, str):
+        elif isinstance(grammar, str):
+            what, found = "grammar", compiled(self, grammar)
+        else:
             raise UsageError(f"grammar is {shown(grammar)}; expected a text in llguidance's Lark syntax")
-        found = (
-            compiled(self, str(grammar))
-            if schema is None
-            else of_schema(self, {"x-guidance": {"lenient": False}, **schema})
-        )
         if isinstance(found, str):
-            raise UsageError(f"the {'grammar' if schema is None else 'schema'} cannot be enforced: {found}; change it")
+            raise UsageError(f"the {what} cannot be enforced: {found}; change it")
         return found
 
 
@@ -88,14 +86,11 @@ class _Tokens:
 
 
 class GrammarConstraint:
-    """A grammar at work on one answer: `apply` masks logits before sampling, `accept` follows the drawn token.
-
-    `notes` name what of the request's schemas is not enforced.
-    """
+    """A grammar at work on one answer: `apply` masks logits before sampling, `accept` follows the drawn token."""
 
     def __init__(self, matcher: llguidance.LLMatcher, eos_ids: list[int]) -> None:
         self._matcher, self._eos_ids = matcher, eos_ids
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # name what of the request's schemas is not enforced
 
     def apply(self, logits: Any) -> Any:
         """Return logits `[vocab]` with minus infinity for the tokens that may not come next."""

@@ -68,8 +68,7 @@ class ContextInfo:
     knobs of the other begin with "prefill_method.". `kv_dtype` is the format of keys and values in the file: "int8",
     "int8-device", or "auto" for `dtype`. `weights` is the quantisation scheme of the model, if any. A file that is not
     `complete` is an unfinished prefill with `cached` tokens so far. `method_file` names the user's file of code that
-    registered the method, if any; lce runs it only if a user names it. Of the `cached` tokens, each KV head has keys
-    and values of `rows`.
+    registered the method, if any; lce runs it only if a user names it. Each KV head has `rows` of the `cached` tokens.
     """
 
     path: Path

@@ -34,6 +34,7 @@ class Entry:
     path: Path | None = None
     n_bytes: int = 0  # of its files
     used: float = 0.0
+    memory_bytes: int = field(init=False)  # that the context takes in memory, shared ones included
     busy: bool = False
     urgent: bool = False
     unsavable: bool = False
@@ -45,19 +46,14 @@ class Entry:
         self.weigh()
 
     def weigh(self) -> None:
-        """Set the bytes that the context takes in memory, shared ones included. A fork may change them."""
-        self._held = 0 if self.context is None else sum(self.context.cache.bytes_by_tier.values())
+        """Set `memory_bytes`. A fork of the context may change them."""
+        self.memory_bytes = 0 if self.context is None else sum(self.context.cache.bytes_by_tier.values())
 
     @property
     def is_unsaved(self) -> bool:
         """Whether the context is to be saved."""
         alone = self.context is not None and self.path is None
         return alone and not self.unsavable and len(self.ids) >= LEAST_SAVED
-
-    @property
-    def memory_bytes(self) -> int:
-        """The bytes that the context takes in memory, shared ones included."""
-        return 0 if self.context is None else self._held
 
     @property
     def forgets(self) -> bool:
@@ -81,7 +77,7 @@ class Entry:
         """Free the context in memory, if there is one."""
         if self.context is not None:
             self.context.close()
-            self.context = None
+        self.context, self.memory_bytes = None, 0
 
 
 def common(one: Ids, other: Ids) -> int:

@@ -4,8 +4,7 @@
     folder/ENGINE/NAME.ids    the file's tokens, int32, by which it is found without being opened
 
 A thread saves the contexts. A context is saved once it has been idle for as long as saving takes, so a conversation is
-not written down at every turn. If the files exceed their budget, those that were not used for the longest time are
-removed.
+not written down at every turn. If the files exceed their budget, the least recently used ones are removed.
 """
 
 import os
@@ -141,9 +140,8 @@ class KeptFiles:
         self._writing = path.stem
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            cache, small = entry.context.cache, entry.context.data.tensors()
-            n_needed = FileLayout(cache.layout, cache.length).small_start + sum(x.nbytes for x in small.values())
-            n_needed += entry.ids.nbytes
+            cache, small = entry.context.cache, sum(x.nbytes for x in entry.context.data.tensors().values())
+            n_needed = FileLayout(cache.layout, cache.length).small_start + small + entry.ids.nbytes
             if not self._make_space(n_needed, self.budget):
                 raise CapacityError("it is larger than the budget for kept contexts")
             try:

@@ -77,9 +77,8 @@ class OperationCount:
 class Operations:
     """The work for a text of `tokens` tokens: `prefill` in blocks of `block` tokens, and `decode` of the last token.
 
-    For a method that selects chunks, `decode` is the work for the last L tokens together, where L is the chunk size,
-    because only one token in L makes a summary. `paper_figures` are the costs that the method's paper states, computed
-    for this model.
+    For a method that selects chunks of L tokens, `decode` is the work for the last L tokens together, because only one
+    token in L makes a summary. `paper_figures` are the costs that the method's paper states, computed for this model.
     """
 
     tokens: int

@@ -21,8 +21,7 @@ class PrefillJob:
     """A prefill into the context file `target`. After an interruption, a new job for the same file resumes the prefill.
 
     The file `path.part` takes keys and values as they are computed, and `path.part.state` holds the last checkpoint.
-    Call `start`, prefill the tokens that the cache lacks, call `checkpoint` from time to time, and `finish` at the end.
-    After an error call `abandon`.
+    Call `start`, prefill what the cache lacks, `checkpoint` from time to time, `finish`, and after an error `abandon`.
     """
 
     def __init__(self, target: Target, files: ContextFiles, ids: Sequence[int], announced: int) -> None:

@@ -50,10 +50,7 @@ class PrefixCache(Unique):
         self._files = None if folder is None else KeptFiles(folder, disk, self._entries, self._lock, self._saved)
 
     def learn(self, setup: Setup) -> None:
-        """Learn which contexts of an engine have files, so that no request has to.
-
-        Time: 7 ms for each file of 100,000 tokens.
-        """
+        """Learn which contexts of an engine have files, so that no request has to: 7 ms for each 100,000 tokens."""
         if self._files is not None:
             with self._lock:
                 self._files.scan(group_of(setup, setup.rope_of(1)))
@@ -125,7 +122,7 @@ class PrefixCache(Unique):
             if not any(2 * len(each.ids) > n_tokens for each in shorter if each.context):
                 entry.unsavable = entry.path is None  # stays in memory, for texts that begin alike and go on otherwise
                 return context.fork()
-        entry.context = None  # the request appends to it
+        entry.context, entry.memory_bytes = None, 0  # the request appends to it
         if entry.path is None:
             self._entries.discard(entry)
         return context
@@ -172,9 +169,8 @@ class PrefixCache(Unique):
     def shrink(self, n_bytes: int = 0) -> bool:
         """Drop contexts from memory, the least recently used first, until the budget is kept and `n_bytes` are freed.
 
-        A context that has a file stays in the cache. One that is yet to be saved is saved first, by the saver, unless
-        those that wait for the saver fill the budget and `LEAST_UNSAVED` bytes. Returns whether memory was freed, or
-        will be.
+        A context with a file stays in the cache. One that is yet to be saved is saved first, by the saver, unless those
+        that wait for it fill the budget and `LEAST_UNSAVED` bytes. Returns whether memory was, or will be, freed.
         """
         with self._lock:
             if (excess := max(n_bytes, self.memory_bytes - self.memory)) <= 0:
@@ -272,10 +268,7 @@ def _is_worth(n_tokens: int, length: int) -> bool:
 
 def _cut(context: Context, n_tokens: int) -> Context:
     """Cut a context back to its first tokens."""
-    if n_tokens < len(context):
-        cache = context.cache
-        n_kept = n_tokens if n_tokens > cache.n_tokens else cache.nearest(n_tokens)
-        del context.token_ids[n_tokens:]
-        if n_kept < cache.n_tokens:
-            cache.truncate(n_kept)
+    del context.token_ids[n_tokens:]
+    if n_tokens < context.cache.n_tokens:
+        context.cache.truncate(context.cache.nearest(n_tokens))
     return context

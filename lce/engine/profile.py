@@ -40,8 +40,7 @@ def profiled_step(engine: Engine, context: Context) -> Profile:
     """Run one decode step of `context`; return the step's profile. Afterwards the context ends with the step's token.
 
     The step is that of the tokens that are not cached yet, as after an answer; if there are none, the last token is
-    appended once more. Example: `profiled_step(engine, context).read_bytes` are the bytes of keys, values and summaries
-    that the step reads.
+    appended once more. Example: `profiled_step(engine, context).read_bytes`, of the keys, values and summaries read.
     """
     with profiled(engine) as step:
         held = given_context(engine.setup, context)

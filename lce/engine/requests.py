@@ -4,7 +4,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import AsyncIterator, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,10 +22,7 @@ Item = Piece | BaseException | None  # None ends the stream
 
 
 class Channel:
-    """A queue of a stream's items from the engine's thread to readers, in threads or in event loops.
-
-    The last item is not removed, so that later calls return it too.
-    """
+    """A queue of a stream's items from the engine's thread to readers, in threads or in event loops."""
 
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
@@ -62,6 +59,7 @@ class Channel:
                     self._waiting.remove(waiting)
 
     def _next(self) -> Item:
+        """Return the next item, and remove a piece; later calls return the last item, which is none, too."""
         return self.items.popleft() if isinstance(self.items[0], Piece) else self.items[0]
 
 
@@ -71,8 +69,8 @@ class Request:
 
     `start` is the context that the prompt continues, if any; the prompt is read into a fork of `start`. `context` is
     what the prompt is read into, once reading begins; the first `n_before` of its tokens precede the prompt. With
-    `reads_only`, the request ends when the prompt is read. `hand_over` takes the context at the end, unless the request
-    fails or is cancelled. `threads` are the threads that call callbacks.
+    `reads_only`, the request ends when the prompt is read. A request that `gives` the context or a fork of it has that
+    as `held` at the end, unless it fails or is cancelled. `threads` are the threads that call callbacks.
     """
 
     setup: Setup
@@ -81,7 +79,7 @@ class Request:
     options: Options
     start: Context | None = None
     reads_only: bool = False
-    hand_over: "Callable[[Request, Context], None] | None" = None
+    gives: Literal["", "context", "fork"] = ""
     held: Context | None = None  # the caller's own
     threads: Set[int] = frozenset()
     result: Generation = field(default_factory=Generation)
@@ -100,9 +98,6 @@ class Request:
     n_read: int = 0  # tokens of the prompt that are cached
     report: Progress | None = None
     closing: ExitStack = field(default_factory=ExitStack)
-
-    def hold(self, context: Context) -> None:
-        self.held = context
 
 
 class BatchStream(Stream):

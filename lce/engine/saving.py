@@ -135,10 +135,7 @@ class ContextFiles:
         return self.data_of(path, self._snapshot(path, self.layout))
 
     def check_space(self, path: Path, n_tokens: int) -> None:
-        """Raise `CapacityError` unless a context of `n_tokens` tokens can be saved at `path`.
-
-        The space is reserved for a moment.
-        """
+        """Raise `CapacityError` unless `path` has space for `n_tokens` tokens, which is reserved for a moment."""
         check_writable(path)
         Draft.create(draft_path(path), FileLayout(self.layout, n_tokens)).discard()
 
@@ -174,8 +171,7 @@ class ContextFiles:
     def check_texts(self, path: Path, manifest: Manifest, small: dict[str, FileTensor], *, own: bool = False) -> None:
         """Check and remove the token ids and the logits in `small`, a file's tensors besides keys and values.
 
-        Raises `DataError` for ids or logits that contradict `manifest`. `own`: the file is a prefill job's unfinished
-        file.
+        Raises `DataError` if they contradict `manifest`. `own`: the file is a prefill job's unfinished file.
         """
         tokens, logits = small.pop("tokens", None), small.pop("logits", None)
         most, vocab = manifest.capacity if own else MOST_TOKENS, (self.identity.vocab_size,)

@@ -44,15 +44,12 @@ RETRY_S = 0.05  # between two looks whether a request need wait no longer
 
 
 class Scheduler:
-    """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order.
-
-    `prefixes.changed` guards the queue.
-    """
+    """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order."""
 
     def __init__(self, model: Model, max_lanes: int, max_waiting: int, prefixes: PrefixCache) -> None:
         self.model, self.max_lanes, self.max_waiting, self.prefixes = model, max_lanes, max_waiting, prefixes
         self.totals: Counter[str] = Counter()
-        self._changed = prefixes.changed
+        self._changed = prefixes.changed  # guards the queue
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order in which they began
         self._overtook = False  # whether the last block was not of the oldest prompt
@@ -131,24 +128,23 @@ class Scheduler:
             if request.cancelled:
                 self._end(request)
             elif len(self._running) < self.max_lanes and all(each.n_overtaking < MOST_OVERTAKING for each in short):
-                if self._try(request) == "memory":
+                self._try(request)
+                if request.waits_for == "memory":
                     short.append(request)
                 elif request.state == "prefill":
                     for each in short:
                         each.n_overtaking += 1
         return len(self._running) > n_before
 
-    def _try(self, request: Request) -> Literal["", "context", "memory"]:
-        """Begin a request unless that failed just now; return what it waits for, "" for nothing."""
-        if request.waits_for and time.perf_counter() < request.tried + RETRY_S:
-            return request.waits_for
-        try:
-            request.waits_for = self._begin(request)
-        except BaseException as error:  # a callback may raise any, and it must not end the thread
-            self._end(request, error)
-            return ""
-        request.tried = time.perf_counter()
-        return request.waits_for
+    def _try(self, request: Request) -> None:
+        """Begin a request unless that failed just now; `waits_for` then says why."""
+        if not request.waits_for or time.perf_counter() >= request.tried + RETRY_S:
+            request.waits_for = ""
+            try:
+                request.waits_for = self._begin(request)
+            except BaseException as error:  # a callback may raise any, and it must not end the thread
+                self._end(request, error)
+            request.tried = time.perf_counter()
 
     def _decode(self) -> None:
         """Generate one token of every answer, and wait for that."""
@@ -301,9 +297,9 @@ class Scheduler:
                 ALLOWANCE.give_back(context.cache, context.cache.length)
                 if isinstance(error, DataError):
                     self.prefixes.forget(context, error)
-                if request.hand_over is not None and error is None and result.finish_reason != "cancelled":
-                    request.hand_over(request, context)
-                elif request.is_sound:
+                if request.gives and error is None and result.finish_reason != "cancelled":
+                    request.held = context if request.gives == "context" else context.fork()
+                if request.is_sound and request.held is not context:
                     self.prefixes.keep(request, context)
         except Exception as failure:
             error = error or failure

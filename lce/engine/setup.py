@@ -226,8 +226,7 @@ class Setup(Planned):
     def using(self, method: str | Method) -> "Setup":
         """Return a setup with another method, and this setup's weights and options.
 
-        A method that reads prompts alone (`prefill_method`) is not taken over. Raises `UsageError` for a method or a
-        knob that cannot be used.
+        A `prefill_method` is not taken over. Raises `UsageError` for a method or a knob that cannot be used.
         """
         return self.again(method, self)
 

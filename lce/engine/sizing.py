@@ -162,10 +162,7 @@ def fitted(
 
 
 def resolved(model: str | Path, method: str | Method, **options: Any) -> Method:
-    """Return the method of the engine that `load` makes, with all knobs. Raises `load`'s errors; loads no weights.
-
-    `options` are fields of `SizeOptions`.
-    """
+    """Return the method, with all knobs, of the engine that `load` makes. Raises `load`'s errors; loads no weights."""
     source = source_of(model)
     return fitted(method, facts_of(SizeOptions(**options), source, read_config(source)))
 

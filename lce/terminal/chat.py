@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -217,15 +217,15 @@ def turns_of(tokenizer: "Tokenizer", token_ids: Sequence[int]) -> list[tuple[str
 
 def chat_sampling(engine: "lce.Engine", given: Mapping[str, Any], output: Output) -> "lce.Sampling":
     """Return and print a conversation's sampling: `Setup.sampling_for` the options `given`."""
-    sampling, greedy = lce.Sampling(**engine.setup.sampling_for(given)), lce.Sampling()
+    sampling, greedy = lce.Sampling(**engine.setup.sampling_for(given)), vars(lce.Sampling())
     if given.get("temperature") == 0:
         return options.seeded(sampling)
     source = "its makers recommend" if engine.setup.recommended_sampling else "of lce, since its makers recommend none"
-    knobs = [knob.name for knob in fields(sampling) if knob.name not in ("temperature", "seed", "stop")]
-    used = [f"{knob} {getattr(sampling, knob):g}" for knob in knobs if getattr(sampling, knob) != getattr(greedy, knob)]
+    own = {knob: x for knob, x in vars(sampling).items() if x != greedy[knob]}
+    used = [f"{knob} {x:g}" for knob, x in own.items() if knob not in ("temperature", "seed", "stop")]
     first = f"temperature {sampling.temperature:g}" if sampling.temperature else "the likeliest token"
-    text = ", ".join([first, *used])
-    output.figures(f"lce: sampling: {text} ({source}); --temperature 0 is greedy, without penalties")
+    text = f"lce: sampling: {', '.join([first, *used])} ({source})"
+    output.figures(f"{text}; --temperature 0 is greedy, without penalties")
     return options.seeded(sampling)
 
 

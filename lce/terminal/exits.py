@@ -24,12 +24,9 @@ INTERRUPTED = 130
 GROUP = "lce.commands"
 DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
 
-_MEANT = {  # the words of other programs
-    **dict.fromkeys(("run", "ask"), "lce chat -m MODEL, or lce generate -m MODEL -p PROMPT"),
-    **dict.fromkeys(
-        ("pull", "list", "ls", "ps", "show"), "lce info MODEL; a hub id is downloaded when it is first used"
-    ),
-}
+# The words of other programs, and what lce says.
+_MEANT = dict.fromkeys(("run", "ask"), "lce chat -m MODEL, or lce generate -m MODEL -p PROMPT")
+_MEANT |= dict.fromkeys("pull list ls ps show".split(), "lce info MODEL; a hub id is downloaded when it is first used")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_MEMORY = ("not enough memory", "DefaultCPUAllocator", "out of memory", "start new thread", "failed to map")
 
@@ -182,11 +179,10 @@ def report_failure(error: BaseException) -> int:
 def classify(error: BaseException) -> tuple[int, str]:
     """Return the exit code for an exception, and the line to print."""
     text, code = str(error).strip().partition("\n")[0], LceError.exit_code
+    tells_memory = isinstance(error, RuntimeError | ImportError) and any(sign in text for sign in _NO_MEMORY)
     if isinstance(error, LceError):
         code, text = error.exit_code, " ".join(str(error).split())
-    elif isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError | ImportError) and any(sign in text for sign in _NO_MEMORY)
-    ):
+    elif tells_memory or isinstance(error, MemoryError):
         code, text = CapacityError.exit_code, f"not enough memory: {text or 'an allocation failed'}"
     elif isinstance(error, OSError):
         code = CapacityError.exit_code if error.errno in _NO_SPACE else code
@@ -202,20 +198,15 @@ def _show(error: click.ClickException) -> None:
     """Print a usage error as one line. Messages of several lines, such as help, are printed unchanged."""
     message = error.format_message()
     if "\n" in message:
-        error.show()
-    else:
-        context = error.ctx if isinstance(error, click.UsageError) else None
-        hint = f" (see {context.command_path} --help)" if context else ""
+        return error.show()
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f" (see {context.command_path} --help)" if context else ""
+    if message.startswith("No such command") and (meant := _MEANT.get(message.split("'")[1])):
+        message += f" lce says it as {meant}."
+    elif isinstance(error, click.NoSuchOption):
         takes_knobs = context and any("-o" in param.opts for param in context.command.params)
-        if isinstance(error, click.NoSuchOption) and error.option_name == "--prefill-method":
+        if error.option_name == "--prefill-method":
             message += " It is for lce generate, chat, prefill and plan."
-        elif message.startswith("No such command") and (meant := _MEANT.get(message.split("'")[1])):
-            message += f" lce says it as {meant}."
-        elif (
-            isinstance(error, click.NoSuchOption)
-            and takes_knobs
-            and not error.possibilities
-            and error.option_name.startswith("--")
-        ):
+        elif takes_knobs and not error.possibilities and error.option_name.startswith("--"):
             message += f" Knobs of a method are given as -o {error.option_name.lstrip('-').replace('-', '_')}=VALUE."
-        click.echo(f"lce: error: {message}{hint}", err=True)
+    click.echo(f"lce: error: {message}{hint}", err=True)

@@ -178,11 +178,9 @@ model_option = flag(*_MODEL, required=True)
 loaded_model_option = flag(*_MODEL, required=True, callback=_note_loading)
 _CONTINUED = "Continue this file of `lce prefill`; it does not change."
 context_option = flag("--context -c FILE", _CONTINUED, dest="context_file")
-_METHOD_OR_AUTO = flag(
-    "--method NAME", "One of `lce methods`, a file FILE.py, or auto, by the text's length.", "full", callback=parse_name
-)
-_NAMED = "One of `lce methods`, FILE.py, or auto, by the text's length.  [default: that of --context, else full]"
-_METHOD_OR_CONTEXT = flag("--method NAME", _NAMED, callback=parse_name)
+_NAMED = "One of `lce methods`, FILE.py, or auto, by the text's length."
+_METHOD_OR_AUTO = flag("--method NAME", _NAMED, "full", callback=parse_name)
+_METHOD_OR_CONTEXT = flag("--method NAME", f"{_NAMED}  [default: that of --context, else full]", callback=parse_name)
 _READ_BY = "Read prompts by this method, such as full, and generate by --method."
 _ITS_KNOBS = "-o prefill_method.KEY=VALUE is a knob of it."
 _PREFILL_METHOD = flag("--prefill-method NAME", f"{_READ_BY} {_ITS_KNOBS}", callback=parse_name)

@@ -154,10 +154,9 @@ class Opening:
         """
         if self.context_file is not None:
             return self._opened(self.context_file)
-        name, length = "full" if self.method is None else self.method, None
-        if text is None and self.is_chosen_later:
-            name = "full"
-        elif text is not None and name == lce.methods.registry.AUTO:
+        is_later = text is None and self.is_chosen_later
+        name, length = "full" if is_later or self.method is None else self.method, None
+        if text is not None and name == lce.methods.registry.AUTO:
             length = max(least, n_tokens_of(self.model, text) + more)
         how: Any = {"length": length, **named_methods(name, self.knobs, self.prefill_method), **self.loading}
         return lce.load(self.model, **how), None

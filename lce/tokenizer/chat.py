@@ -40,14 +40,11 @@ _START = "import sys; sys.path += sys.argv[2:]; exec(compile(open(sys.argv[1], '
 
 @dataclass(frozen=True)
 class ChatText:
-    """A conversation as rendered by a chat template. The text is encoded in parts, which end at the offsets `cuts`.
-
-    `thinking` says how the answer may begin with a thought; None if it has no thought.
-    """
+    """A conversation as rendered by a chat template. The text is encoded in parts, which end at the offsets `cuts`."""
 
     text: str
     cuts: tuple[int, ...] = ()
-    thinking: Thinking | None = None
+    thinking: Thinking | None = None  # how the answer may begin with a thought, if it may
 
     def parts(self, start: int = 0) -> list[str]:
         """Return the parts of the text from character `start` on."""
@@ -67,10 +64,9 @@ def render_chat(
 ) -> ChatText:
     """Render `messages` with `template`. A token of `controls` in a message is split, to be encoded as plain text.
 
-    With `continues`, the last message is an answer that has begun: the text ends where its content does.
+    With `continues`, the last message is an answer that has begun: the text ends where its content does. Messages that
+    the template does not take are joined, except the first `n_before`; see `template.py`.
 
-    If the template refuses the messages, or leaves out a system message, its text is joined to other messages, but not
-    to the first `n_before`; see `template.py`.
     `special` has `bos_token`, `eos_token`, `add_generation_prompt`, and overrides `variables`, which have what else the
     template may read, as JSON values. A message may have `tool_calls`, a JSON value; its `content` may then be None.
     Raises DataError for other messages than {"role": str, "content": str} and those that the template refuses, and
@@ -99,9 +95,8 @@ def render_chat(
         written |= {"messages": _begun(written["messages"], end), "add_generation_prompt": False}
     text = _rendered(template, written, sum(map(len, texts)), n_before)
     if continues and end not in text:
-        raise DataError(
-            "the chat template does not write the last answer, so it cannot be continued; ask a user's turn"
-        )
+        fault = "the chat template does not write the last answer, so it cannot be continued"
+        raise DataError(f"{fault}; ask a user's turn")
     parts = (text.rpartition(end)[0] if continues else text).split(cut)
     text, begun = "".join(parts), (conversation[-1]["content"] or "") if continues else ""
     return ChatText(text, tuple(accumulate(map(len, parts[:-1]))), thinking_of(template, text, begun))

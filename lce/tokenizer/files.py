@@ -4,8 +4,7 @@
 by sentencepiece. Both encode a text with special tokens in it. `token` maps an id to the token's string (None for an id
 that no token has), and `id_of` a string to the id. `size` is the highest id + 1, `own_size` that without added tokens,
 `special` are the ids that decoding skips, `ends` those of well-known tokens that end a text or a turn, `prefix` and
-`suffix` are the ids that the file puts before and after every text. An error of either library is raised as an error of
-lce with one line of text.
+`suffix` are the ids that the file puts before and after every text. An error of either library becomes one of lce.
 """
 
 import json
@@ -24,6 +23,7 @@ from lce.files import MAX_FILE_BYTES, Reader, named, object_of, parse_json
 from lce.tokenizer.gguf import ENDS
 from lce.tokenizer.spelling import MOST_STEPS, Spelling, check_steps
 
+REMEDY = "use the tokenizer files that came with this checkpoint"
 LONG_TEXT = 1 << 14  # characters from which on a text is encoded without Python's lock, so that other threads go on
 # The protobuf field normalizer_spec.add_dummy_prefix = 0. Appended to a model's bytes, it overrides the model's field.
 _NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
@@ -39,7 +39,7 @@ _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 
 @contextmanager
-def _one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
+def one_line(kind: type[LceError], what: str, remedy: str) -> Iterator[None]:
     """Turn every error of a library into a one-line error of class `kind`. A Rust panic raises a BaseException."""
     try:
         yield
@@ -85,7 +85,7 @@ class JsonVocabulary:
     def __init__(self, raw: bytes, path: Path, config: TokenizerConfig) -> None:
         self.path = path
         what = f"{named(path)} is not a tokenizer the tokenizers library accepts"
-        with _one_line(ModelError, what, "download the file again"):
+        with one_line(ModelError, what, "download the file again"):
             # Checked before the library applies the normalizer to added tokens; only what may be refused is parsed.
             n_doubling, n_steps = raw.count(b'ByteLevel"'), raw.count(b'"type"')
             if _LENGTHENS.search(raw) or n_doubling > MOST_BYTE_LEVEL or n_steps > MOST_STEPS:
@@ -133,7 +133,7 @@ class JsonVocabulary:
 
     def encode(self, text: str) -> list[int]:
         remedy = "its vocabulary lacks an unknown token or bytes; change the text, or use another tokenizer"
-        with _one_line(DataError, f"{named(self.path)} cannot encode this text", remedy):
+        with one_line(DataError, f"{named(self.path)} cannot encode this text", remedy):
             if len(text) < LONG_TEXT:
                 found = self._library.encode(text, add_special_tokens=False)
             else:  # the library holds Python's lock in `encode`, but not here
@@ -153,7 +153,7 @@ class SentencePieceVocabulary:
     def __init__(self, raw: bytes, path: Path, config: TokenizerConfig) -> None:
         self.path = path
         remedy = "expected a sentencepiece model (Llama 3's own tokenizer.model is not one: use its tokenizer.json)"
-        with _one_line(ModelError, f"{named(path)} cannot be read", remedy):
+        with one_line(ModelError, f"{named(path)} cannot be read", remedy):
             if not raw:
                 raise ModelError(f"{named(path)} is empty; {remedy}")
             self._opening = sentencepiece.SentencePieceProcessor(model_proto=raw)
@@ -182,7 +182,7 @@ class SentencePieceVocabulary:
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        with _one_line(DataError, f"{named(self.path)} cannot encode this text", "please report it with the text"):
+        with one_line(DataError, f"{named(self.path)} cannot encode this text", "please report it with the text"):
             for index, stretch in enumerate(self._split.split(text)):
                 if index % 2:
                     ids.append(self._ids[stretch])
@@ -264,5 +264,4 @@ def _named_template(value: object, name: str) -> str | None:
 
 
 def _unusable(key: str, value: object, expected: str) -> ModelError:
-    remedy = "use the tokenizer files that came with this checkpoint"
-    return ModelError(f"{key} of the tokenizer is {shown(value)}; expected {expected}; {remedy}")
+    return ModelError(f"{key} of the tokenizer is {shown(value)}; expected {expected}; {REMEDY}")

@@ -116,12 +116,13 @@ class _Vocabulary:
         self.types = self.numbers("token_type", int)
         if (wrong := next((kind for kind in self.types if not 0 <= kind <= _BYTE), None)) is not None:
             raise self.wrong("token_type", wrong, "types from 1 to 6")
-        places: dict[str, int] = {}
+        self.id_of: dict[str, int] = {}
         for token_id, token in enumerate(self.tokens):
-            if token and places.setdefault(token, token_id) != token_id:
-                raise self.wrong("tokens", token, f"each token once, but ids {places[token]} and {token_id} have it")
-        kinds = zip(self.tokens, self.types, strict=True)
-        added = [token for token, kind in kinds if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+            if token and (first := self.id_of.setdefault(token, token_id)) != token_id:
+                raise self.wrong("tokens", token, f"each token once, but ids {first} and {token_id} have it")
+        kinds = ((token, self.types[token_id]) for token, token_id in self.id_of.items())
+        added = {token: kind for token, kind in kinds if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)}
+        self.added = {token: kind != _USER_DEFINED for token, kind in added.items()}  # and whether special
         if sum(map(len, added)) > MOST_ADDED or max(map(len, added), default=0) > MOST_ADDED_TOKEN:
             most = f"at most {MOST_ADDED_TOKEN} characters in each control or user-defined token"
             raise self.wrong("tokens", max(added, key=len), f"{most}, and {MOST_ADDED} in all")
@@ -162,9 +163,8 @@ class _Vocabulary:
     def settings(self, add_bos: bool) -> bytes:
         """Return tokenizer_config.json. `add_bos` says whether a BOS comes first if the metadata does not."""
         ends = {f"{name}_token": self.tokens[i] for name in ("bos", "eos") if (i := self.ids[name]) is not None}
-        flags = {
-            f"add_{name}_token": self.flag(f"add_{name}_token", name == "bos" and add_bos) for name in ("bos", "eos")
-        }
+        defaults = {"add_bos_token": add_bos, "add_eos_token": False}
+        flags = {key: self.flag(key, default) for key, default in defaults.items()}
         return json.dumps(flags | ends).encode()
 
     def wrong(self, name: str, value: object, expected: str, remedy: str = _AGAIN) -> ModelError:
@@ -179,12 +179,8 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, bytes]:
     rules = RULES.get(pre) if isinstance(pre, str) else None
     if rules is None:
         raise vocabulary.wrong("pre", pre, f"rules that lce knows ({nearest(str(pre), RULES)})", _FOLDER)
-    kinds = dict(zip(vocabulary.tokens, enumerate(vocabulary.types), strict=True))
-    kinds.pop("", None)
-    added_kinds = _UNKNOWN, _CONTROL, _USER_DEFINED
-    added = {token: kind != _USER_DEFINED for token, (_, kind) in kinds.items() if kind in added_kinds}
-    ids = {token: token_id for token, (token_id, kind) in kinds.items() if kind != _UNUSED}
-    merges = vocabulary.strings("merges")
+    ids = {token: i for token, i in vocabulary.id_of.items() if vocabulary.types[i] != _UNUSED}
+    added, merges = vocabulary.added, vocabulary.strings("merges")
     normalizer = {"type": rules.normalizer} if rules.normalizer else None
     raw = byte_level_json(ids, added, rules.splits, merges, normalizer=normalizer, ignore_merges=rules.ignore_merges)
     return {"tokenizer.json": raw, "tokenizer_config.json": vocabulary.settings(rules.add_bos)}

@@ -1,8 +1,7 @@
 """Decodes tokens to bytes, one token at a time.
 
 A tokenizer.json describes its decoder as a chain of steps over a whole list of tokens. For Llama, Mistral and Qwen
-models, every chain is equivalent to a `Spelling`, which decodes each token alone, so that a stream of tokens is decoded
-without decoding earlier tokens again.
+models, every chain is equivalent to a `Spelling`, which decodes each token of a stream alone.
 
     Replace("▁" -> " "), ByteFallback, Fuse, Strip(" ", 1)        Llama 2, Mistral
     ByteLevel                                                     Llama 3, Mistral Nemo, Qwen

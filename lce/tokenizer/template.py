@@ -11,7 +11,7 @@ does not escape HTML, `break` and `continue`, and `{% generation %}` blocks, whi
 import json
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_MESSAGE = 400  # The most characters of an error message.
+Write = Callable[[Mapping[str, Any]], Iterator[str]]  # yields a template's text, given the variables
 
 
 def main() -> None:
@@ -51,56 +52,47 @@ def render(template: str, variables: Mapping[str, Any], chars: int, n_before: in
     that writes no texts, but lists of parts, is given such lists.
     """
     try:
-        compiled, answer = _taking_texts(_sandbox().from_string(template), variables), dict[str, str]()
+        write, answer = _taking_texts(_sandbox().from_string(template), variables), dict[str, str]()
         for form in _forms(variables.get("messages", []), n_before):
             given = {**variables, "messages": form}
-            found = _written(compiled, given, chars)
-            if "text" in found and _has_system(compiled, given):
+            found = _written(write, given, chars)
+            if "text" in found and _has_system(write, given):
                 return found
             answer = answer or found
-    except MemoryError:
-        raise
     except Exception as error:
         return _failed(error)
     return answer
 
 
-class _InParts:
-    """A template that is given the content of each message as a list of one part."""
+def _taking_texts(template: Template, variables: Mapping[str, Any]) -> Write:
+    """Return what writes the template, given lists of parts if it writes only these. One user's message shows it."""
 
-    def __init__(self, template: Template) -> None:
-        self._template = template
+    def in_parts(given: Mapping[str, Any]) -> Iterator[str]:
+        messages = [{**x, "content": [{"type": "text", "text": x["content"]}]} for x in given["messages"]]
+        return template.generate({**given, "messages": messages})
 
-    def generate(self, variables: Mapping[str, Any]) -> Iterator[str]:
-        messages = [{**x, "content": [{"type": "text", "text": x["content"]}]} for x in variables["messages"]]
-        return self._template.generate({**variables, "messages": messages})
-
-
-def _taking_texts(template: Template, variables: Mapping[str, Any]) -> Template | _InParts:
-    """Return the template, or what gives it parts if it writes only these. One message of the user shows it."""
-    probe = {**variables, "messages": [{"role": "user", "content": "\ufdefmark"}]}
-    kinds = template, _InParts(template)
-    return next((kind for kind in kinds if "\ufdefmark" in _written(kind, probe, 1 << 20).get("text", "")), template)
+    probe, ways = {**variables, "messages": [{"role": "user", "content": "\ufdefmark"}]}, (template.generate, in_parts)
+    return next((way for way in ways if "\ufdefmark" in _written(way, probe, 1 << 20).get("text", "")), ways[0])
 
 
-def _written(compiled: Template | _InParts, variables: Mapping[str, Any], chars: int) -> dict[str, str]:
+def _written(write: Write, variables: Mapping[str, Any], chars: int) -> dict[str, str]:
     pieces, length = [], 0
     try:
-        for piece in compiled.generate(variables):
+        for piece in write(variables):
             length += len(piece)
             if length > chars:
                 return {"failed": f"it makes a text of more than {chars} characters"}
             pieces.append(piece)
     except _RefusedMessages as error:
         return {"refused": str(error)[:MAX_MESSAGE]}
-    except MemoryError:
-        raise
     except Exception as error:  # any exception inside a template is the template's fault
         return _failed(error)
     return {"text": "".join(pieces)}
 
 
 def _failed(error: Exception) -> dict[str, str]:
+    if isinstance(error, MemoryError):
+        raise error
     kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
     return {"failed": f"{kind}{error}"[:MAX_MESSAGE]}
 
@@ -144,7 +136,7 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _has_system(compiled: Template | _InParts, variables: Mapping[str, Any]) -> bool:
+def _has_system(write: Write, variables: Mapping[str, Any]) -> bool:
     """Return whether the template writes each system message. Its texts are replaced, and others are cut short."""
     marks, messages = list[str](), list[dict[str, Any]]()
     for message in variables.get("messages", []):
@@ -152,7 +144,7 @@ def _has_system(compiled: Template | _InParts, variables: Mapping[str, Any]) -> 
         if message["role"] == "system":
             marks.append(text := f"{len(marks)}\ufdefmark")
         messages.append({**message, "content": text})
-    found = _written(compiled, {**variables, "messages": messages}, 1 << 20).get("text", "") if marks else ""
+    found = _written(write, {**variables, "messages": messages}, 1 << 20).get("text", "") if marks else ""
     return all(mark in found for mark in marks)
 
 

@@ -37,8 +37,7 @@ class Thinking:
             return "", text
         thought, mark, answer = text.lstrip("\n").partition(self.closed)
         if not mark and not whole:
-            ends = range(len(self.closed) - 1, 0, -1)
-            thought = next((thought[:-n] for n in ends if thought.endswith(self.closed[:n])), thought)
+            thought = thought[: len(thought) - overlap(thought, self.closed)]
         return thought.rstrip("\n"), answer.lstrip("\n")
 
     def reader(self) -> Callable[..., tuple[str, str]]:
@@ -56,11 +55,13 @@ class Thinking:
         return push
 
 
-def thinking_of(template: str, prompt: str, begun: str = "") -> Thinking | None:
-    """Return how the answer behind a rendered prompt may begin; None if it has no thought.
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of `mark`, but not all of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 
-    `begun` is the text of an answer that has begun, with which the prompt ends.
-    """
+
+def thinking_of(template: str, prompt: str, begun: str = "") -> Thinking | None:
+    """Return how the answer that a prompt asks for, or ends with as `begun`, may begin; None if it has no thought."""
     opened, closed = next((pair for pair in MARKS if pair[1] in template), ("", ""))
     if begun.strip():
         return Thinking(opened, closed, True) if opened and begun.rfind(opened) > begun.rfind(closed) else None

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from lce.errors import DataError, ModelError, UsageError, shown
 from lce.files import MAX_FILE_BYTES, Reader, named, object_of
 from lce.tokenizer.chat import ChatText, render_chat
-from lce.tokenizer.files import JsonVocabulary, SentencePieceVocabulary, TokenizerConfig, Vocabulary
+from lce.tokenizer.files import REMEDY, JsonVocabulary, SentencePieceVocabulary, TokenizerConfig, Vocabulary
 from lce.tokenizer.spelling import Spelling
 from lce.tokenizer.tekken import tekken_files
 from lce.tokenizer.thinking import MARKS
@@ -31,7 +31,6 @@ _CALLS = (  # the marks of lce_serve/forms.py, which many vocabularies call spec
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<|tool_call>"),
     *("<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"),
 )
-_REMEDY = "use the tokenizer files that came with this checkpoint"
 _SAID = "This is what was said before."  # stands for the text of a given context, whose messages are unknown
 
 
@@ -75,7 +74,7 @@ class Tokenizer:
         self.vocab_size = min(vocabulary.size, self._id_limit)
         if (own := vocabulary.own_size) > self._id_limit:
             has = f"has {own} tokens (ids up to {own - 1})"
-            raise ModelError(f"{named(self._path)} {has} but the model's embedding has {vocab_size} rows; {_REMEDY}")
+            raise ModelError(f"{named(self._path)} {has} but the model's embedding has {vocab_size} rows; {REMEDY}")
         token, spelled = vocabulary.token, vocabulary.spelling.bytes_of
         self._bytes_of = cache(lambda i, first: None if (name := token(i)) is None else spelled(name, first))
         self.bos_token, self.bos_id = self._find("bos_token", config.bos_token, vocabulary.bos_id)
@@ -88,7 +87,7 @@ class Tokenizer:
         self.chat_template, self.tool_template = config.chat_template, config.tool_template
         if (wrong := max(self._prefix + self._suffix, default=0)) >= self._id_limit:
             around = f"{named(self._path)} puts the id {wrong} around every text"
-            raise ModelError(f"{around}, but there are only ids 0 to {self._id_limit - 1}; {_REMEDY}")
+            raise ModelError(f"{around}, but there are only ids 0 to {self._id_limit - 1}; {REMEDY}")
         self._controls = tuple(name for i in sorted(self._special) if (name := vocabulary.token(i)))
         self._special -= {vocabulary.id_of(mark) for mark in (*_CALLS, *chain(*MARKS))}  # a text shows what these mark
 
@@ -107,10 +106,8 @@ class Tokenizer:
             return cls(SentencePieceVocabulary(raw, where / "tokenizer.model", config), config, vocab_size)
         if (raw := read("tekken.json", most)) is not None:
             own = object_of(read("tokenizer_config.json", MAX_FILE_BYTES), where / "tokenizer_config.json")
-            files = tekken_files(raw, where / "tekken.json", own)
-            return cls.from_files(
-                lambda name, most: files.get(name) or read(name, most), where / "tekken.json", vocab_size
-            )
+            path, made = where / "tekken.json", tekken_files(raw, where / "tekken.json", own)
+            return cls.from_files(lambda name, most: made.get(name) or read(name, most), path, vocab_size)
         return NoTokenizer(where, vocab_size or 0)
 
     def _find(self, key: str, name: str | None, default: int | None) -> tuple[str | None, int | None]:
@@ -119,7 +116,7 @@ class Tokenizer:
             return (None if default is None else self._vocabulary.token(default)), default
         if (token_id := self._vocabulary.id_of(name)) is None:
             files = "tokenizer_config.json or special_tokens_map.json"
-            raise ModelError(f"the {key} {shown(name)} of {files} is not in {named(self._path)}; {_REMEDY}")
+            raise ModelError(f"the {key} {shown(name)} of {files} is not in {named(self._path)}; {REMEDY}")
         return name, token_id
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
@@ -274,9 +271,8 @@ def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
     try:
         ids = [index(i) for i in token_ids]
     except TypeError:
-        raise UsageError(
-            f"the prompt is a {type(token_ids).__name__}; expected text or token ids; engine.chat takes messages"
-        ) from None
+        expected = "expected text or token ids; engine.chat takes messages"
+        raise UsageError(f"the prompt is a {type(token_ids).__name__}; {expected}") from None
     if (wrong := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
         raise UsageError(f"token id {wrong} is not in the model's vocabulary; expected 0 to {vocab_size - 1}")
     return ids

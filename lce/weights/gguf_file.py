@@ -52,8 +52,7 @@ class GgufFile:
 
     `path` is the file, or the first shard. `metadata` maps a key to a number, a bool, a string, or a list of these; a
     split file's is that of its first shard. `tensors` are by their names in the file; a shape has the outermost
-    dimension first, as in PyTorch, and `TensorInfo.dtype` is the name of a `GgufType`. `stamps` has the stamp of each
-    file, taken before the file was read.
+    dimension first, and `TensorInfo.dtype` is the name of a `GgufType`. `stamps` are taken before the files are read.
     """
 
     path: Path

@@ -4,8 +4,7 @@ A row of a tensor is a whole number of blocks. A block of a quantised type holds
 row, with their scales. `TYPES` has the types that lce reads, `UNREAD` the names of the others.
 
 With the largest |sub| and |code| of a type, `(2^11 - 1)·|sub|·|code|` is below 2^24, and float16 numbers have 11
-significant bits. So `d·sub`, `(d·sub)·code` and `dmin·submin` are exact in float32; only the sum of the two products is
-rounded.
+significant bits. So `d·sub`, `(d·sub)·code` and `dmin·submin` are exact in float32; only the products' sum is rounded.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Packed matrices: weights that are stored in quantised blocks and multiplied without unpacking.
 
 A `Scheme` is a way to quantise; `ROUNDED` has those of lce. A quantised checkpoint stores a matrix `NAME` as several
-tensors, which the layout of its scheme names, such as `NAME.codes` and `NAME.scales`. The `Manifest` in its file's
-metadata lists the quantised matrices.
+tensors, which its scheme's layout names, such as `NAME.codes`. The `Manifest` in the metadata lists these matrices.
 """
 
 import hashlib
