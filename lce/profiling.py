@@ -126,15 +126,17 @@ def profiling(n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> Ite
 
 
 def count_dense(
-    clock: _Clock, _out: Any, _self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Any = None, **_: Any
+    clock: _Clock, _out: Any, _self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Any = None, **how: Any
 ) -> None:
     """Add the bytes read and the FLOPs of a call of `Attention.dense` to the profile."""
-    n_heads, n_queries, dim = q.shape
-    clock.profile.read_bytes += k.nbytes + v.nbytes
-    clock.profile.attention_flops += 4.0 * n_heads * dim * n_pairs(n_queries, k.shape[1], causal, window)
+    (n_heads, n_queries, dim), n_keys = q.shape, k.shape[1] - (how["order"].unseen if "order" in how else 0)
+    clock.profile.read_bytes += (k.nbytes + v.nbytes) * n_keys // max(1, k.shape[1])
+    clock.profile.attention_flops += 4.0 * n_heads * dim * n_pairs(n_queries, n_keys, causal, window)
 
 
-def count_routed(clock: _Clock, _out: Any, _self: Any, q: Tensor, turns: Any, chunk_ids: Tensor, *_: Any) -> None:
+def count_routed(
+    clock: _Clock, _out: Any, _self: Any, q: Tensor, turns: Any, chunk_ids: Tensor, *_: Any, **__: Any
+) -> None:
     """Add the bytes read and the FLOPs of a call of `Attention.routed`, which reads a chosen chunk once per KV head."""
     chosen = chunk_ids.unflatten(0, (clock.n_kv_heads, -1)).flatten(1)  # [G, chosen chunks]
     n_different = sum(len(ids[ids >= 0].unique()) for ids in chosen)

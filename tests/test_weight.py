@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
-        33_762,
-        "lines; a fifth are kernels, which wait for their own rebuilding; advice takes 130, kept beginnings 60",
+        34_170,
+        "lines; a fifth are kernels, which are being rebuilt; advice takes 130, kept beginnings 60, an order of sums 400",
     ),
     "lce_serve": (
         4_514,

@@ -9,23 +9,52 @@ import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lce import gpu
-from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
-from lce.attention.turn import SlotTurns, Turn
+from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles, fold_chunks, unfold_chunks
+from lce.attention.turn import SlotTurns, Turn, rotate
 from lce.errors import UsageError, nearest, shown
+from lce.kernels.code.shared import ALIGNED, READ_PIECE
 from lce.kernels.cpu.kernel import DTYPES
 from lce.kernels.cpu.merging import merged
 from lce.profiling import count_dense, count_routed, timed
 
 Attended = tuple[Tensor, Tensor]  # outputs [..., T, D], and log-sum-exps [..., T] (float32, natural logarithm)
 Memory = Callable[[], Tensor]  # returns memory to write to
+
+
+@dataclass(frozen=True)
+class Order:
+    """What decides the order of sums on a CPU, besides what a query sees: its bits depend on nothing else.
+
+    `generated` says whether queries are of generated tokens, or of read ones. Key 0 has index `first` in its text, for
+    read tokens a multiple of `ALIGNED`; no query sees the first `unseen` keys.
+    """
+
+    generated: bool = False
+    first: int = 0
+    unseen: int = 0
+
+    @classmethod
+    def of_keys(cls, start: int, generated: bool) -> "Order":
+        """Return the order of sums over keys from index `start` on; for read tokens `first` is 0 to 31 before it."""
+        unseen = 0 if generated else start % ALIGNED
+        return cls(generated, start - unseen, unseen)
+
+
+READ = Order()
+
+
+def folds(size: int) -> bool:
+    """Return whether sums over a chunk of `size` keys at a multiple of `size` have the order of those at 0."""
+    return READ_PIECE % size == 0 or size % READ_PIECE == 0
 
 
 class Attention(ABC):
@@ -60,18 +89,36 @@ class Attention(ABC):
 
     @timed("attention", count_dense)
     def dense(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, turn: Turn | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        window: int | None = None,
+        turn: Turn | None = None,
+        order: Order = READ,
     ) -> Attended:
-        """Compute attention where all T queries of a head see the same N keys.
+        """Compute attention where all T queries of a head see the same N keys, in an `order` of sums on CPUs.
 
         `q [H, T, D]`, `k v [G, N, D]` to `out [H, T, D]`, `lse [H, T]`. Keys and values may be rows of 8 bits
         (`lce.attention.int8_rows`), `[G, N, row_bytes]`. Causal: the last query sees the last key, and with `window` no
-        query sees a key `window` or more tokens before it. With `turn [T, D/2]` the queries are rotated first. Time:
-        O(H · T · N · D). Keys are never repeated for query heads that share keys.
+        query sees a key `window` or more tokens before it. With `turn [m · T, D/2]` the queries are rotated first: m
+        neighbouring KV heads, which `fold_chunks` made of one, take T rows each. Time: O(H · T · N · D). Keys are never
+        repeated for query heads that share keys.
         """
         if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
-        return self.attend(q, k, v, causal=causal, window=window, turn=turn)
+        return self.attend_in_order(q, k, v, order, causal=causal, window=window, turn=turn)
+
+    def attend_in_order(self, q: Tensor, k: Tensor, v: Tensor, order: Order, **how: Any) -> Attended:
+        """Do what `dense` does; sums may have any order."""
+        turn, n = how["turn"], q.shape[1]
+        if turn is not None and len(turn.cos) > n:
+            n_chunks = len(turn.cos) // n
+            whole = unfold_chunks(q, len(k) // n_chunks, n_chunks).flatten(1, 2)
+            q = fold_chunks(rotate(whole, turn).unflatten(1, (n_chunks, n)), len(k) // n_chunks)
+            how["turn"] = None
+        return self.attend(q, k[:, order.unseen :], v[:, order.unseen :], **how)
 
     @abstractmethod
     def attend(
@@ -81,7 +128,13 @@ class Attention(ABC):
 
     @timed("attention", count_routed)
     def routed(
-        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
+        self,
+        q: Tensor,
+        turns: SlotTurns,
+        chunk_ids: Tensor,
+        tiles: Iterable[Tiles],
+        memory: Memory | None = None,
+        generated: bool = False,
     ) -> Attended:
         """Compute attention where each query of each head sees its own list of whole chunks.
 
@@ -91,12 +144,19 @@ class Attention(ABC):
         Returns `out [H, T, D]`, `lse [H, T]`.
 
         Time: O(H · T · K · L · D). A backend that keeps partial results of each slot writes them to `memory()`, if
-        given: a flat tensor of H·T·K·D numbers, used for all layers because new memory is slow.
+        given: a flat tensor of H·T·K·D numbers, used for all layers because new memory is slow. `generated` is that of
+        `Order`.
         """
-        return self.attend_chosen(q, turns, chunk_ids, tiles, memory)
+        return self.attend_chosen(q, turns, chunk_ids, tiles, memory, generated)
 
     def attend_chosen(
-        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
+        self,
+        q: Tensor,
+        turns: SlotTurns,
+        chunk_ids: Tensor,
+        tiles: Iterable[Tiles],
+        memory: Memory | None,
+        generated: bool,
     ) -> Attended:
         """Do what `routed` does: one call for all queries of a tile, H·T·K·D numbers of partial results."""
         n_heads, n_queries, n_slots = chunk_ids.shape

@@ -1,12 +1,14 @@
 """The backend of lce's own compiled kernels for CPUs."""
 
 from collections.abc import Iterable
+from dataclasses import astuple
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
 from lce.attention import int8_rows
-from lce.attention.attention import Attended, Memory
+from lce.attention.attention import Attended, Memory, Order
 from lce.attention.tiles import Tiles
 from lce.attention.torch import Torch
 from lce.attention.turn import SlotTurns, Turn
@@ -38,16 +40,28 @@ class Compiled(Torch):
         found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
         return found
 
+    def attend_in_order(self, q: Tensor, k: Tensor, v: Tensor, order: Order, **how: Any) -> Attended:
+        turn = how["turn"] or (None, None)
+        if self.kernels(q, k, v, *(how["turn"] or ())) is not attention:
+            return super().attend_in_order(q, k, v, order, **how)
+        return attention.attend(q, k, v, how["causal"], how["window"], *turn, *astuple(order))
+
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Compute the attention to each tile separately, so that no result depends on other tiles."""
         return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
 
     def attend_chosen(
-        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], memory: Memory | None = None
+        self,
+        q: Tensor,
+        turns: SlotTurns,
+        chunk_ids: Tensor,
+        tiles: Iterable[Tiles],
+        memory: Memory | None,
+        generated: bool,
     ) -> Attended:
         if self.kernels(q, *turns.table) is not attention:
-            return super().attend_chosen(q, turns, chunk_ids, tiles, memory)
-        found = attention.ChosenTiles(q, *turns.table, turns.rows, chunk_ids)
+            return super().attend_chosen(q, turns, chunk_ids, tiles, memory, generated)
+        found = attention.ChosenTiles(q, *turns.table, turns.rows, chunk_ids, generated)
         for some in tiles:
             found.add(some.k, some.v, some.index)
         return found.finish()

@@ -15,7 +15,6 @@ from lce import gpu
 from lce.attention.attention import causal_mask
 from lce.kernels.code.shared import LANES, MOST_ROWS
 from lce.kernels.cpu import choices, panels
-from lce.kernels.cpu.products import product as few_rows_product
 from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few, scores_of_many, weight_sums
 from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
 
@@ -30,16 +29,21 @@ def scores_at_once(x: Tensor) -> int:
     return IN_CACHES if compiled_for(x) else SCORES_AT_ONCE
 
 
-def products(a: Tensor, b: Tensor) -> Tensor:
+def _few(n_queries: int, generated: bool | None) -> bool:
+    """Return whether the kernel for few queries scores: for `generated` tokens, or if None for up to `MOST_ROWS`."""
+    return n_queries <= MOST_ROWS if generated is None else generated
+
+
+def products(a: Tensor, b: Tensor, generated: bool | None = None) -> Tensor:
     """Multiply `a [heads, T, D]` by `b [heads, D, M]`, to float32 if possible: half-precision scores overflow or tie.
 
-    On CPUs equal keys have equal scores, because the order of a sum depends on D and on whether T is at most
-    `MOST_ROWS`, but not on M or on a key's place.
+    On CPUs the order of a sum depends on D and on whether the queries are `generated`, but not on T, M or a key's
+    place. If `generated` is None, up to `MOST_ROWS` queries are taken for generated ones.
     """
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
     if compiled_for(b) and a.dtype is b.dtype and a.shape[2] % 2 == 0 and a.numel() and b.numel():
-        if a.shape[1] <= MOST_ROWS:
+        if _few(a.shape[1], generated):
             return scores_of_few(a, b.mT.contiguous())
         parts = [_in_one_order(a.contiguous(), some.contiguous()) for some in b.mT.split(PACKED_AT_ONCE, dim=1)]
         return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
@@ -61,41 +65,39 @@ def score_dtype(x: Tensor) -> torch.dtype:
 
 
 def affine(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
-    """Return `x @ matrix + bias`, `[n, R]`, rounded once to the dtype of `x [n, F]`."""
+    """Return `x @ matrix + bias`, `[n, R]`, rounded once to the dtype of `x [n, F]`. Bits do not depend on n."""
     trains = torch.is_grad_enabled() and any(part.requires_grad for part in (x, matrix, bias))
     if compiled_for(x) and not trains and (computed := panels.arithmetic(x.dtype)):
         weight = matrix.T.contiguous()
-        if len(x) <= MOST_ROWS:
-            return few_rows_product(x.contiguous(), weight, bias)
         return panels.product(x.to(computed).contiguous(), weight, bias, None, None, x.dtype)
     dtype = score_dtype(x)
     return torch.addmm(bias.to(dtype), x.to(dtype), matrix.to(dtype)).to(x.dtype)
 
 
-def dot_products(q: Tensor, vectors: Tensor, together: int = 1) -> Tensor:
+def dot_products(q: Tensor, vectors: Tensor, together: int = 1, generated: bool | None = None) -> Tensor:
     """Return the products `[H / n, T, M]` of `q [H, T, D]` with `vectors [S, M, D]`.
 
     H / S neighbouring heads share vectors, and products are summed over n = `together` neighbouring heads. The dtype is
-    that of `products`. For few queries a kernel reads each vector once.
+    that of `products`, as is `generated`. For few queries a kernel reads each vector once.
     """
-    few = _scores_of_few(q, vectors, together)
+    few = _scores_of_few(q, vectors, together, generated)
     return _shared_products(q, vectors, together) if few is None else few
 
 
-def bound_scores(q: Tensor, bounds: Tensor, together: int = 1) -> Tensor:
+def bound_scores(q: Tensor, bounds: Tensor, together: int = 1, generated: bool | None = None) -> Tensor:
     """Return a bound of `q · k` for the keys of M pages: `Σ_d max(q_d · min_d, q_d · max_d)`, `[H / n, T, M]`.
 
     `bounds [G, M, 2, D]` are each channel's minimum and maximum. Bounds are summed over n = `together` heads.
     """
-    if (few := _scores_of_few(q, bounds, together)) is not None:
+    if (few := _scores_of_few(q, bounds, together, generated)) is not None:
         return few
     signed = torch.cat((q.clamp(max=0), q.clamp(min=0)), dim=-1)  # [H, T, 2·D], as a page's bounds lie
     return _shared_products(signed, bounds.flatten(2), together)
 
 
-def _scores_of_few(q: Tensor, keys: Tensor, together: int) -> Tensor | None:
+def _scores_of_few(q: Tensor, keys: Tensor, together: int, generated: bool | None) -> Tensor | None:
     """Return the scores of few queries by a kernel that reads keys or bounds once; None: no kernel suits."""
-    if q.shape[1] > MOST_ROWS:
+    if (keys.is_cuda and q.shape[1] > MOST_ROWS) or (not keys.is_cuda and not _few(q.shape[1], generated)):
         return None
     if compiled_for(keys) and q.dtype in (keys.dtype, torch.float32):
         within = together if len(q) // len(keys) % together == 0 else 1  # heads that share a row of keys
@@ -108,7 +110,7 @@ def _scores_of_few(q: Tensor, keys: Tensor, together: int) -> Tensor | None:
 def _shared_products(q: Tensor, vectors: Tensor, together: int) -> Tensor:
     """Return what `dot_products` returns, by a product of matrices."""
     shared = q.reshape(len(vectors), -1, q.shape[-1])  # queries that share a KV head's vectors follow each other
-    return sum_heads(products(shared, vectors.mT).view(*q.shape[:2], -1), together)
+    return sum_heads(products(shared, vectors.mT, generated=False).view(*q.shape[:2], -1), together)
 
 
 def sum_heads(scores: Tensor, together: int) -> Tensor:
@@ -125,19 +127,21 @@ def sum_heads(scores: Tensor, together: int) -> Tensor:
     return total
 
 
-def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None) -> Tensor:
+def token_scores(q: Tensor, k: Tensor, into: Tensor | None = None, generated: bool | None = None) -> Tensor:
     """Return the products `[t, n]` of low-dim queries `q [t, R]` with keys `k [n, R]`, stored token by token.
 
     On CPUs they are float32, written to `into`, if given: `scores_size` numbers, reused because new memory is slow.
+    `generated` is that of `products`; if it is None, a single query is taken for a generated one.
     """
-    if len(q) == 1 or not compiled_for(k) or k.shape[1] % 2:
-        return dot_products(q[None], k[None])[0]
+    generated = len(q) == 1 if generated is None else generated
+    if generated or not compiled_for(k) or k.shape[1] % 2:
+        return dot_products(q[None], k[None], generated=generated)[0]
     return scores_of_many(q.contiguous(), k, into).T
 
 
 def scores_size(n_queries: int, n_tokens: int) -> int:
     """Return the numbers of a buffer for `token_scores`."""
-    return -(-n_queries // LANES) * LANES * n_tokens if n_queries > 1 else 0
+    return -(-n_queries // LANES) * LANES * n_tokens
 
 
 def best_below_top(scores: Tensor) -> Tensor:

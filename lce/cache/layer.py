@@ -184,6 +184,11 @@ class LayerCache:
         recent_k, recent_v = self.buffer.span(first, stop)
         return torch.cat((k, recent_k), dim=1), torch.cat((v, recent_v), dim=1)
 
+    @property
+    def resident_from(self) -> int:
+        """The index of the first token whose rows are in the buffer, and are read without a copy."""
+        return self.buffer.first
+
     def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield start and stop of spans of tokens `start..stop-1` that are small enough to be copied.
 

@@ -1,8 +1,8 @@
 """One pass through the model for several contexts. A lane is a context's part in the pass: the tokens that it adds.
 
-Each lane attends with its own method and cache. Lanes of one token share matrix products in groups of a few rows, and
-the kernel sums each row in the same order as for one row alone. A longer lane shares no product. So on a CPU
-the bits of a lane's results do not depend on other lanes.
+Each lane attends with its own method and cache. Lanes of generated tokens share matrix products in groups of a few
+rows, and the kernel sums each row in the same order as for one row alone. A lane of read tokens shares no product. So
+on a CPU the bits of a lane's results do not depend on other lanes.
 """
 
 import math
@@ -40,7 +40,7 @@ class Lane:
     token_ids: Sequence[int]
     recorded: "Callable[[Lane], bool] | None" = None
     ahead: bool = False
-    decoding: bool = False  # whether the lane's token was sampled: see `Step`
+    decoding: bool = False  # whether the lane has one token, which was sampled: see `Step`
     logits: Tensor | None = None
     hidden: Tensor | None = None
     likeliest: int | None = None
@@ -116,7 +116,7 @@ class Lane:
 def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -> list[Tensor]:
     """Append each lane's tokens to its cache; return the logits after each lane, `[vocab]` float32.
 
-    With `slices`, the kernels of a lane of more than `SHARED_ROWS` tokens on a CPU run in slices. If a lane fails, its
+    With `slices`, the kernels of a lane of read tokens on a CPU run in slices. If a lane fails, its
     `error` says why, its logits are NaN, and the other lanes go on. After an interruption each cache has all tokens of
     its lane or none.
     """
@@ -129,9 +129,10 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
                     indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
                     attend = begun[0].block if len(begun) == 1 else _LanesAttend(begun)
-                    with sliced(slices if len(ids) > SHARED_ROWS else None):
-                        hidden = model(ids, indices, attend)
-                    last = model.logits(hidden[-1:] if len(begun) == 1 else hidden)
+                    generated = begun[0].decoding
+                    with sliced(None if generated else slices):
+                        hidden = model(ids, indices, attend, generated)
+                    last = model.logits(hidden if generated else hidden[-1:], drawn=True)
                     parts = hidden.split([len(lane.token_ids) for lane in begun])
                     for lane, part, logits in zip(begun, parts, last, strict=True):
                         lane.finish(part, logits)
@@ -147,10 +148,10 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
 
 
 def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
-    """Split lanes into groups that share products: up to `SHARED_ROWS` lanes of one token, or one longer lane."""
-    single = [lane for lane in lanes if len(lane.token_ids) == 1]
-    shared = [single[first : first + SHARED_ROWS] for first in range(0, len(single), SHARED_ROWS)]
-    return [*shared, *([lane] for lane in lanes if len(lane.token_ids) > 1)]
+    """Split lanes into groups that share products: up to `SHARED_ROWS` that decode, or one whose tokens are read."""
+    decoding = [lane for lane in lanes if lane.decoding]
+    shared = [decoding[first : first + SHARED_ROWS] for first in range(0, len(decoding), SHARED_ROWS)]
+    return [*shared, *([lane] for lane in lanes if not lane.decoding)]
 
 
 class _LanesAttend:

@@ -207,7 +207,7 @@ def blocks(
 
     The first block has `offset` tokens fewer: those of its block that were read before.
     """
-    for start in range(-offset, len(ids), block):
+    for start in range(-offset, len(ids), block) if ids else ():
         stop = min(start + block, len(ids))
         yield ids[max(0, start) : stop]
         if progress:

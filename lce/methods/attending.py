@@ -7,14 +7,14 @@ query (causal), or if both starts and stops grow by 1 (a causal window).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, Turn, combine, join, merge, rotate
+from lce.attention import Attended, Order, Turn, combine, fold_chunks, folds, join, merge, unfold_chunks
 from lce.cache.layer import LayerCache
 from lce.cache.layout import segment_of
 from lce.cache.method_state import RecentRows
@@ -49,8 +49,8 @@ class DenseCall:
 
     def takes(self, call: DenseCall) -> bool:
         """Return whether the next call, `call`, can be merged into this call as one more chunk."""
-        follows = (self.last, self.stop) == (call.first, call.start)
-        same_size = self.stop - self.start == self.n_chunks * (call.stop - call.start)
+        follows, size = (self.last, self.stop) == (call.first, call.start), call.stop - call.start
+        same_size = self.stop - self.start == self.n_chunks * size and call.start % size == 0 and folds(size)
         return follows and same_size and self.is_chunks and call.is_chunks
 
 
@@ -150,8 +150,11 @@ def placed_parts(method: Declaring, q: Tensor, cache: LayerCache, step: Step) ->
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
             at, here = block_parts(method, cache.index, step, step.positions(q.device))  # avoids a copy to the GPU
-        for part, same in zip(parts, here, strict=True):
+        slide = _sliding(method, cache.index, step) if len(i) == step.stride == 1 and not step.decoding else ()
+        for number, (part, same) in enumerate(zip(parts, here, strict=True)):
             calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
+            if number in slide:
+                calls = [replace(call, causal=True, window=call.stop - call.start) for call in calls]
             if calls or part.keys == CHOSEN:
                 places, slots = slot_positions(part.query_at, same.query_at)
                 turn = turn_of(method, replace(same, query_at=places), at, q, step)
@@ -161,6 +164,17 @@ def placed_parts(method: Declaring, q: Tensor, cache: LayerCache, step: Step) ->
         return found
 
     return step.once(f"parts {method.layer_kind(cache.index)}", make)
+
+
+def _sliding(method: Declaring, layer: int, step: Step) -> Collection[int]:
+    """Return the numbers of the parts whose spans slide with the query, of a block of one read query.
+
+    Its calls are then those of a larger block, which has its neighbour.
+    """
+    i = torch.tensor([step.start - 1, step.start])
+    parts = declared(method, i, layer, step.stop, step.sliding_window) if step.start else []
+    spans = {number: torch.stack(bounds(part, i)) for number, part in enumerate(parts) if part.keys != CHOSEN}
+    return [number for number, span in spans.items() if (span.diff() == 1).all()]
 
 
 def slot_positions(on_host: Index, at: Index) -> tuple[Index, Tensor | None]:
@@ -211,28 +225,49 @@ def unseen(q: Tensor, first: int, last: int) -> Attended:
 
 def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
     """Compute the attention that `call` describes; keys in several cache segments take one call per segment."""
-    start, stop, dense, turn = call.start, call.stop, step.attention.dense, placed.turn
+    dense, turn, n_chunks = step.attention.dense, placed.turn, call.n_chunks
     if call.last - call.first < q.shape[1]:
         q, turn = q[:, call.first : call.last], turn.at(slice(call.first, call.last))
-    group, stored = placed.part.group, cache.stored
-    if group is not None:
-        stored = partial(grouped, cache, group, step)
+    stored = cache.stored if placed.part.group is None else partial(grouped, cache, placed.part.group, step)
     recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
-    if call.n_chunks > 1 or recent is not None or call.window is not None:
-        k, v = stored(start, stop) if recent is None else (recent.span(start, stop), cache.span(start, stop)[1])
-        if call.n_chunks == 1:
-            return dense(q, k, v, causal=call.causal, window=call.window, turn=turn)
-        n_kv_heads = len(k)
-        q, k, v = (x.unflatten(1, (call.n_chunks, -1)) for x in (rotate(q, turn), k, v))
-        found = dense(fold_chunks(q, n_kv_heads), k.flatten(0, 1), v.flatten(0, 1), causal=True)
-        out, lse = (unfold_chunks(x, n_kv_heads, call.n_chunks).flatten(1, 2) for x in found)
-        return out, lse
-    segment, cuts = segment_of(cache.layout), [(start, stop)]
-    own = max(start, stop - q.shape[1]) if call.causal else stop  # keys from index `own` on need one causal call
-    if own > (start // segment + 1) * segment:
-        cuts = list(cache.segments(start, own))
-        cuts[-1] = (cuts[-1][0], stop)
-    return combine([dense(q, *stored(a, b), causal=call.causal and b == stop, turn=turn) for a, b in cuts])
+
+    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return stored(start, stop) if recent is None else (recent.span(start, stop), cache.span(start, stop)[1])
+
+    def attend(some: slice, start: int, stop: int, causal: bool) -> Attended:
+        order, first = Order.of_keys(start, step.decoding), cache.resident_from
+        if order.first >= (first if recent is None else max(first, recent.first)):
+            k, v = rows(order.first, stop)
+        else:  # copies of the first row, which nobody sees, take the place of rows that would have to be fetched
+            k, v = (torch.cat((x[:, :1].expand(-1, order.unseen, -1), x), dim=1) for x in rows(start, stop))
+        return dense(q[:, some], k, v, causal=causal, window=call.window, turn=turn.at(some), order=order)
+
+    if n_chunks > 1:
+        k, v = rows(call.start, call.stop)
+        queries, n_kv_heads = fold_chunks(q.unflatten(1, (n_chunks, -1)), len(k)), len(k)
+        k, v = (x.unflatten(1, (n_chunks, -1)).flatten(0, 1) for x in (k, v))
+        out, lse = dense(queries, k, v, causal=True, turn=turn)
+        return unfold_chunks(out, n_kv_heads, n_chunks).flatten(1, 2), unfold_chunks(lse, n_kv_heads, n_chunks).flatten(
+            1
+        )
+    if recent is not None or call.window is not None:
+        return attend(slice(None), call.start, call.stop, call.causal)
+    found = list[Attended]()
+    for some, border in _up_to_borders(call, segment_of(cache.layout)):
+        spans = list(cache.segments(call.start, border))
+        found.append(combine([attend(some, *span, call.causal and span[1] == border) for span in spans]))
+    return join(found, 1)
+
+
+def _up_to_borders(call: DenseCall, segment: int) -> Iterator[tuple[slice, int]]:
+    """Cut a call's queries where their keys reach a border of segments; yield slices, and the last query's stop."""
+    n, first = call.last - call.first, 0
+    while first < n:
+        stop = call.stop - n + first + 1 if call.causal else call.stop
+        border = min(-(-stop // segment) * segment, call.stop)
+        last = n - (call.stop - border) if call.causal else n
+        yield slice(first, last), border
+        first = last
 
 
 def dense_calls(start: Tensor, stop: Tensor) -> list[DenseCall]:
@@ -283,13 +318,3 @@ def slot_shift(part: Part, chosen: Tensor) -> Tensor | int:
 def band_of(bands: Tensor, chosen: Tensor) -> Tensor:
     """Return the number of each chosen chunk's band (`Part.bands [T, B-1]`), for `chosen [H, T, K]`: `[H, T, K]`."""
     return (chosen[..., None] >= bands[:, None].to(chosen.device)).sum(-1)
-
-
-def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
-    """Reshape `[H, m, …]`, m chunks, to `[G·m·(H/G), …]`: `dense` then treats each chunk of a KV head as a KV head."""
-    return torch.unflatten(x, 0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
-    """Undo `fold_chunks`: `[G·m·(H/G), …]` to `[H, m, …]`."""
-    return torch.unflatten(x, 0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)

@@ -22,15 +22,17 @@ from lce.attention import (
     Turn,
     best_runs,
     combine,
+    fold_chunks,
     join,
     rotate,
     runs_of_chunks,
+    unfold_chunks,
     widened,
 )
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import Summaries
 from lce.kernels.cpu.elementwise import take_rows
-from lce.methods.attending import PlacedPart, band_of, fold_chunks, slot_shift, unfold_chunks
+from lce.methods.attending import PlacedPart, band_of, slot_shift
 from lce.methods.base import Method
 from lce.methods.budget import keep_best, prune
 from lce.methods.costs import Cost, QueryBlock
@@ -100,10 +102,14 @@ def _fewer(c: Selection, chosen: Tensor, scores: Tensor, q: Tensor, step: Step) 
     return prune(chosen, scores, mass, forced, c.budget.top_p)
 
 
-def sees_all(c: Selection, step: Step) -> bool:
-    """Return whether each query attends the whole text at true distances. Dense attention then takes less time."""
-    few = step.stop <= (c.n_choices + 1) * c.size and not c.varies and not c.n_near
-    return few and step.stride == 1 and c.placement.true_within and c.selector.takes_best
+def n_seeing_all(c: Selection, step: Step) -> int:
+    """Return how many of the block's queries, the first ones, attend all of their text at true distances.
+
+    Dense attention takes less time for them.
+    """
+    if c.varies or c.n_near or step.stride > 1 or not c.placement.true_within or not c.selector.takes_best:
+        return 0
+    return max(0, min(step.stop, (c.n_choices + 1) * c.size) - step.start)
 
 
 def attend(c: Selection, chosen: Tensor, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
@@ -121,11 +127,13 @@ def _attend(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, st
         return step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
 
     if bands is None or slots is None:
-        return step.attention.routed(q, _slot_turns(placed, n_slots, q, step), chosen, cache.tiles(chosen), memory)
+        turns = _slot_turns(placed, n_slots, q, step)
+        return step.attention.routed(q, turns, chosen, cache.tiles(chosen), memory, generated=step.decoding)
     band, found = band_of(bands, chosen), list[Attended]()
     for number in reversed(range(slots.shape[1])):  # the last request for pages is the one that is prefetched
         some, rows = chosen.masked_fill(band != number, -1), slots[:, number : number + 1]
-        found.append(step.attention.routed(q, SlotTurns(table, rows), some, cache.tiles(some), memory))
+        turns = SlotTurns(table, rows)
+        found.append(step.attention.routed(q, turns, some, cache.tiles(some), memory, generated=step.decoding))
     return combine(found)
 
 

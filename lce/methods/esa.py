@@ -215,9 +215,11 @@ def scorer(method: ESA, q: Tensor, cache: LayerCache, step: Step) -> tuple[Calla
         def exact(rows: slice) -> Tensor:
             keys = (cache.span(*some)[0] for some in cache.segments(first, stop))
             if method.heads == "max":
-                by_head = (products(groups[:, :, rows].flatten(1, 2), k.mT) for k in keys)  # [G, H/G·t, n]
+                some = groups[:, :, rows].flatten(1, 2)
+                by_head = (products(some, k.mT, step.decoding) for k in keys)  # [G, H/G·t, n]
                 return torch.cat([x.unflatten(1, (groups.shape[1], -1)).amax(dim=(0, 1)) for x in by_head], dim=1)
-            return torch.cat([sum_heads(products(shared[:, rows], k.mT), len(shared))[0] for k in keys], dim=1)
+            parts = [products(shared[:, rows], k.mT, step.decoding) for k in keys]
+            return torch.cat([sum_heads(part, len(shared))[0] for part in parts], dim=1)
 
         return exact, (stop - first) * (len(q) if method.heads == "max" else len(groups))
     maps = layer_maps(method.learned, cache, q)
@@ -226,4 +228,4 @@ def scorer(method: ESA, q: Tensor, cache: LayerCache, step: Step) -> tuple[Calla
     low_k = cache.kept(TokenRows, LOW_DIM_KEYS).span(first, stop)
     size = scores_size(lowdim.slice_rows(len(low_q), len(low_k)), len(low_k))
     buffer = step.once(f"scores {size}", lambda: low_q.new_empty(size, dtype=torch.float32))
-    return lambda rows: token_scores(low_q[rows], low_k, buffer), len(low_k)
+    return lambda rows: token_scores(low_q[rows], low_k, buffer, step.decoding), len(low_k)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lce.attention import Attended, best_first, best_tokens, rotate, spread
+from lce.attention import Attended, Order, best_first, best_tokens, rotate, spread
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState
@@ -92,4 +92,5 @@ class JointSelection(LocalMethod, ABC, promises=dict.fromkeys(PROMISES, HOOKS)):
         tokens = self.tokens_of(self.select(q, far, cache, step))
         n = 2 * cache.layout.n_kv_heads * len(tokens) * cache.layout.head_dim
         buffer = step.once(f"{len(tokens)} tokens", lambda: q.new_empty(n))
-        return step.attention.dense(far, *cache.tokens(tokens, buffer), causal=False)
+        order = Order(step.decoding)
+        return step.attention.dense(far, *cache.tokens(tokens, buffer), causal=False, order=order)

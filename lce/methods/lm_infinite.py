@@ -79,12 +79,12 @@ class LMInfinite(LocalMethod, promises=dict.fromkeys(PROMISES, ATTENTION)):
         q, last_seen = rotate(q, placed.turn), step.positions(q.device) - self.n_local
         rows = max(1, SCORES_AT_ONCE // (len(q) * (stop - first)))
         slices = zip(q.split(rows, dim=1), last_seen.split(rows), strict=True)
-        return join([self._attend_best(some, cache, stop, seen) for some, seen in slices], 1)
+        return join([self._attend_best(some, cache, stop, seen, step.decoding) for some, seen in slices], 1)
 
-    def _attend_best(self, q: Tensor, cache: LayerCache, stop: int, last_seen: Tensor) -> Attended:
+    def _attend_best(self, q: Tensor, cache: LayerCache, stop: int, last_seen: Tensor, generated: bool) -> Attended:
         """Return the attention of rotated queries to their `top_k` best tokens of `sinks..last_seen [T]`."""
         keys = (cache.span(*piece)[0] for piece in cache.segments(self.sinks, stop))
-        logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT).view(*q.shape[:2], -1) for k in keys]
+        logits = [products(q.reshape(len(k), -1, q.shape[-1]), k.mT, generated).view(*q.shape[:2], -1) for k in keys]
         hidden = torch.arange(self.sinks, stop, device=q.device) > last_seen[:, None]
         scores = torch.cat(logits, dim=-1).float().div_(math.sqrt(q.shape[-1])).masked_fill_(hidden, -torch.inf)
         best = best_first(scores, min(self.top_k, stop - self.sinks))

@@ -125,7 +125,7 @@ class LowDim(ContextSelector, name="lowdim"):
         if self.compress == "pca":
             far = far.unflatten(0, (step.n_kv_heads, -1)).sum(dim=1)
         low_keys = cache.kept(TokenRows, LOW_DIM_KEYS).span(0, n_chunks * selection.size)
-        f = token_scores(maps.low_queries(concat_heads(far)), low_keys).float()
+        f = token_scores(maps.low_queries(concat_heads(far)), low_keys, generated=step.decoding).float()
         return f.view(1, -1, n_chunks, selection.size).amax(-1)
 
     def cost(self, block: QueryBlock, selection: Selection) -> Cost:

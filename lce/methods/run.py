@@ -185,7 +185,7 @@ class Block:
                 return None
             own.extend(stop)
             buffer = own.buffer
-            k, v = buffer.rows
+            k, v, _ = *buffer.rows, buffer.index  # made here, since an operator in a layer's attention is not replayed
             forms.add((buffer.first, k.capacity, *((number, x.shape) for x, number in kept if x is not None)))
             found.append([k.place, v.place, *((x.data_ptr(), x.nbytes) for x, _ in kept if x is not None)])
         return found if len(forms) == 1 and not buffer.first else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import ClassVar, Literal, Self
 
+import torch
 from torch import Tensor
 
 from lce.attention import Attended, Turn
@@ -14,7 +15,7 @@ from lce.cache.layout import AccessPattern, CacheLayout, query_bytes
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods import choosing
-from lce.methods.attending import PlacedPart, attend_all, placed_parts, scaled
+from lce.methods.attending import PlacedPart, attend_all, attend_parts, placed_parts, scaled
 from lce.methods.base import ATTENDING, ATTENTION, Example, Method, Promise, Promises, filled, is_like, knob, resolved
 from lce.methods.budget import TOP_P, Budget
 from lce.methods.costs import Cost, QueryBlock
@@ -27,8 +28,8 @@ from lce.methods.step import DeviceStep, Step
 from lce.methods.turned_keys import recent_keys, seen_keys, unrotated
 
 KINDS: Mapping[str, Placement] = {"side_by_side": SideBySide(), "true": TruePositions()}  # and one distance
-TURNED_ROWS = 64  # the fewest queries of a pass for which turning a copy of all keys costs little beside attending them
 
+TURNED_ROWS = 64  # the fewest queries of a pass on a GPU for which turning a copy of all keys costs little beside them
 CHOOSING: Promises = {  # of methods whose choice depends on `choose`
     **dict.fromkeys(("alike", "by_head"), (*ATTENTION, "choose")),
     **dict.fromkeys(("recorded", "noted", "kept"), ATTENDING),
@@ -125,14 +126,22 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         return chosen
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        dense = self.promised("dense") and not isinstance(step, DeviceStep) and q.shape[1] >= TURNED_ROWS
-        if not dense or not choosing.sees_all(self.selection, step):
+        dense = self.promised("dense") and not isinstance(step, DeviceStep) and not step.decoding
+        dense = dense and (q.is_cpu or q.shape[1] >= TURNED_ROWS)
+        n, n_queries = choosing.n_seeing_all(self.selection, step) if dense else 0, q.shape[1]
+        if not n:
             return super().attend(q, cache, step)
         self.keep_queries(q, cache, step)
         q = scaled(self, q, step)
         if (step.note or step.note_scores) and any(x.part.keys == CHOSEN for x in placed_parts(self, q, cache, step)):
             self._noted(q, cache, step)
-        return attend_all(self, q, cache, step)
+        if n == n_queries:
+            return attend_all(self, q, cache, step)
+        first, rest = step.once(
+            "first and rest",
+            lambda: [replace(step.part(*ends), note=None, note_scores=None) for ends in ((0, n), (n, n_queries))],
+        )
+        return torch.cat((attend_all(self, q[:, :n], cache, first), attend_parts(self, q[:, n:], cache, rest)), dim=1)
 
     def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         if placed.part.keys != CHOSEN:

@@ -14,11 +14,21 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, stack
 
-from lce.attention import SCORES_AT_ONCE, Turn, best_first, bound_scores, dot_products, products, rotate, scores_at_once
+from lce.attention import (
+    SCORES_AT_ONCE,
+    Turn,
+    best_first,
+    bound_scores,
+    dot_products,
+    fold_chunks,
+    products,
+    rotate,
+    scores_at_once,
+    unfold_chunks,
+)
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import OpenChunk, Summaries
 from lce.errors import UsageError
-from lce.methods.attending import fold_chunks, unfold_chunks
 from lce.methods.base import Method
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.knobs import knob
@@ -46,12 +56,12 @@ class SummarySelector(Selector):
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         """Return the scores `[H, T, M]` of chunks with `summary [S, M, …]` for queries `q [H, T, D]`: dot products."""
-        return dot_products(q, summary)
+        return dot_products(q, summary, generated=step.decoding)
 
     def scores(self, q: Tensor, summary: Tensor, n_choosers: int, step: Step, layer: int) -> Tensor:
         """Return the scores `[C, T, M]` by which C groups of heads choose, summed over the heads of a group."""
         if type(self).score is SummarySelector.score:
-            return dot_products(q, summary, len(q) // n_choosers)  # sums on the way
+            return dot_products(q, summary, len(q) // n_choosers, step.decoding)  # sums on the way
         return self.together(self.score(q, summary, step, layer), n_choosers)
 
     def keep(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> None:
@@ -189,10 +199,10 @@ class Bounds(SummarySelector, name="bounds"):
         return stack(k.aminmax(dim=2), dim=2)  # [G, m, 2, D]
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
-        return bound_scores(q, summary)
+        return bound_scores(q, summary, generated=step.decoding)
 
     def scores(self, q: Tensor, summary: Tensor, n_choosers: int, step: Step, layer: int) -> Tensor:
-        return bound_scores(q, summary, len(q) // n_choosers)
+        return bound_scores(q, summary, len(q) // n_choosers, step.decoding)
 
 
 @dataclass(frozen=True)
@@ -262,7 +272,8 @@ class BestKey(ContextSelector, name="best_key"):
         queries, found = q.float().reshape(step.n_kv_heads, -1, q.shape[-1]), list[Tensor]()
         for start, stop in pieces(cache, 0, n_chunks * selection.size, selection.size):
             keys = unrotated_keys(method, cache, step, start, stop)
-            found.append(products(queries, keys.mT).unflatten(-1, (-1, selection.size)).amax(-1))
+            scores = products(queries, keys.mT, step.decoding)
+            found.append(scores.unflatten(-1, (-1, selection.size)).amax(-1))
         return torch.cat(found, dim=-1).view(*q.shape[:2], -1)
 
     def cost(self, block: QueryBlock, selection: Selection) -> Cost:

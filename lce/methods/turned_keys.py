@@ -84,6 +84,10 @@ class TurnedKeys:
     def layout(self) -> CacheLayout:
         return self.cache.layout
 
+    @property
+    def resident_from(self) -> int:
+        return self.cache.resident_from
+
     def segments(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         return self.cache.segments(start, stop)
 

@@ -9,11 +9,12 @@ weight to its name in published checkpoints and to its shape, in words to which 
     "q": ("self_attn.q_proj.weight", "query hidden")        the query heads' rows, [H * D, hidden]
 """
 
+import copy
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,12 @@ WeightTable = Mapping[str, tuple[str, str]]
 
 
 class Layer:
-    """A decoder layer: its weights `w` by lce's names, and operations from which families build their layers."""
+    """A decoder layer: its weights `w` by lce's names, and operations from which families build their layers.
+
+    `generated` says whether its tokens were generated, one for each text, or read: see `linear`.
+    """
+
+    generated = False
 
     def __init__(self, index: int, config: ModelConfig, weights: Mapping[str, Any]) -> None:
         self.index = index
@@ -43,6 +49,12 @@ class Layer:
         self.dtype: torch.dtype = weights["norm"].dtype  # of what attention and products take and return
         self.device = next(w.device for w in self.w.values() if isinstance(w, Tensor))
 
+    def of_generated(self) -> Self:
+        """Return this layer for generated tokens. The weights are shared."""
+        layer = copy.copy(self)
+        layer.generated = True
+        return layer
+
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """Return the hidden states after this layer, `[T, hidden]`. May overwrite `x [T, hidden]`."""
         raise NotImplementedError
@@ -51,8 +63,9 @@ class Layer:
         self, name: str, x: Tensor, *, norm: str | None = None, gate: Gate | None = None, onto: Tensor | None = None
     ) -> Tensor:
         """Multiply `x [T, in]` with the weight `name` and add its bias: see `linear`. `norm` names a norm's weight."""
-        scale = None if norm is None else self.w[norm]
-        return linear(x, self.w[name], self.biases[name], norm=scale, eps=self.eps, gate=gate, onto=onto)
+        weight, bias, scale = self.w[name], self.biases[name], None if norm is None else self.w[norm]
+        around: dict[str, Any] = {"eps": self.eps, "gate": gate, "onto": onto, "generated": self.generated}
+        return linear(x, weight, bias, norm=scale, **around)
 
     def heads(self, x: Tensor, norm: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project `x [T, hidden]`, normalised if `norm` is given, to views `q [H, T, D]` and `k v [G, T, D]`."""
@@ -87,21 +100,25 @@ class Model:
         self.config = config
         self.embed = weights["embed"]
         self.layers = [self.layer(i, config, weights) for i in range(config.n_layers)]
+        self._of_generated = [layer.of_generated() for layer in self.layers]
         self.final_norm = weights["norm"]
         self.head = weights.get("head", self.embed)
         devices = [layer.device for layer in self.layers]
         self._replays = Replays()
         self.borders = {i: devices[i] for i in range(1, len(devices)) if devices[i] != devices[i - 1]}
 
-    def __call__(self, ids: Tensor, indices: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, ids: Tensor, indices: Tensor, attend: Attend, generated: bool = False) -> Tensor:
         """Return the last layer's hidden states `[T, hidden]` for token ids `[T]` at `indices [T]` in their texts.
 
-        The tokens may belong to several texts. No shape and no branch depends on the values of `ids` and `indices`.
+        The tokens were read, all in one text, or `generated`, at most `SHARED_ROWS` of them, one in each of several
+        texts. No shape and no branch depends on the values of `ids` and `indices`.
         """
-        return self._replays.run(self.embedded(ids), self._through, attend)
+        if not generated:
+            return self._through(self.layers, self.embedded(ids), attend)
+        return self._replays.run(self.embedded(ids), functools.partial(self._through, self._of_generated), attend)
 
-    def _through(self, x: Tensor, attend: Attend) -> Tensor:
-        for layer in self.layers:
+    def _through(self, layers: Sequence[Layer], x: Tensor, attend: Attend) -> Tensor:
+        for layer in layers:
             if layer.index in self.borders:
                 x = x.to(self.borders[layer.index])
             x = layer(x, attend)
@@ -111,9 +128,13 @@ class Model:
         """Return the first hidden states `[T, hidden]`, of token ids `[T]`."""
         return rows_of(self.embed, ids, self.final_norm.dtype)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Return the logits `[T, vocab]` of hidden states `[T, hidden]`: float32, and not rounded to another dtype."""
-        return linear(x, self.head, norm=self.final_norm, eps=self.config.norm_eps, out_dtype=torch.float32)
+    def logits(self, x: Tensor, drawn: bool = False) -> Tensor:
+        """Return the logits `[T, vocab]` of hidden states `[T, hidden]`: float32, and not rounded to another dtype.
+
+        `drawn` says that a token is drawn from each row, of at most `SHARED_ROWS`: their bits do not depend on T.
+        """
+        norm, eps = self.final_norm, self.config.norm_eps
+        return linear(x, self.head, norm=norm, eps=eps, out_dtype=torch.float32, generated=drawn)
 
     @classmethod
     def read(cls, fields: Fields, generation: Fields) -> ModelConfig:

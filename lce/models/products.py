@@ -27,7 +27,7 @@ from lce.models.ranks import Ranks
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked
 
-SHARED_ROWS = MOST_ROWS  # Each row of a product of up to this many rows has the same bits as in a product of its own.
+SHARED_ROWS = MOST_ROWS  # the most rows of generated tokens in a product
 GPU_ROWS = gpu.launching.MOST_ROWS  # The most rows that the GPU's kernel multiplies.
 SCRATCH = 64 << 20  # The most bytes of unpacked weights that a product with quantised weights holds at once.
 _thread = threading.local()  # `memory`: this thread's scratch memory for unpacked weights
@@ -44,23 +44,24 @@ def linear(
     gate: Gate | None = None,
     onto: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    generated: bool = False,
 ) -> Tensor:
     """Multiply `x [T, in]` with `weight [out, in]` transposed, plus `bias [out]`. Time: O(T · in · out).
 
     With `norm [in]`, `x` is first normalised by `rms_norm`. With `gate`, the result is that activation of the
     product's first half times its second half, `[T, out / 2]`. With `onto`, the result is added to that tensor in
-    place. The result has the dtype of the weights, or `out_dtype` float32: the sums as they are, not rounded. For few
-    rows, one kernel does everything, reads the weights at memory bandwidth, and rounds once. On a CPU, in a product of
-    up to `MOST_ROWS` rows, each row has the same bits as in a product of its own. If a norm is given, x may be float32.
+    place. The result has the dtype of the weights, or `out_dtype` float32: the sums as they are, not rounded. If a norm
+    is given, x may be float32. For up to `SHARED_ROWS` rows of `generated` tokens, one kernel does everything, reads
+    the weights at memory bandwidth, and rounds once. On a CPU a row's bits depend on `generated`, and not on T where
+    lce's kernels run.
     """
     if isinstance(weight, SummedMatrix | VocabularyPart):
-        return weight.linear(x, bias, norm=norm, eps=eps, onto=onto)
-    few = len(x) <= MOST_ROWS
+        return weight.linear(x, bias, norm=norm, eps=eps, onto=onto, generated=generated)
     around: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "onto": onto, "out_dtype": out_dtype}
     if not isinstance(weight, Tensor):
-        if few:
+        if generated:
             return weight.product(x.contiguous(), bias, **around)
-    elif few and x.is_cpu and _plain(x, weight, norm, onto):
+    elif generated and x.is_cpu and _plain(x, weight, norm, onto):
         return product(x, weight, bias, **around)
     elif gate != "gelu_tanh" and len(x) <= GPU_ROWS and gpu.launching.runs_on(x) and _plain(x, weight, norm, onto):
         around["gated"] = around.pop("gate") is not None
@@ -205,10 +206,12 @@ class SummedMatrix:
     own: Matrix
     ranks: Ranks
 
-    def linear(self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None, generated: bool
+    ) -> Tensor:
         """Do what `linear` does with the whole matrix, as every rank does."""
         assert norm is None, "a rank has only a part of the vectors"
-        out = self.ranks.sum(linear(x, self.own, out_dtype=torch.float32))
+        out = self.ranks.sum(linear(x, self.own, out_dtype=torch.float32, generated=generated))
         if bias is not None:
             out += bias
         return out.to(_stored_dtype(x, self.own, None)) if onto is None else onto.add_(out)
@@ -233,11 +236,13 @@ class VocabularyPart:
         found = rows_of(self.own, local.masked_fill_(others, 0), dtype)
         return self.ranks.sum(found.masked_fill_(others[:, None], 0.0))
 
-    def linear(self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, bias: Tensor | None, *, norm: Tensor | None, eps: float, onto: Tensor | None, generated: bool
+    ) -> Tensor:
         assert bias is None, "a head has no bias"
         assert onto is None, "logits are added to nothing"
         out = x.new_zeros(len(x), self.n_rows, dtype=torch.float32)
-        own = linear(x, self.own, norm=norm, eps=eps, out_dtype=torch.float32)
+        own = linear(x, self.own, norm=norm, eps=eps, out_dtype=torch.float32, generated=generated)
         out[:, self.first : self.first + own.shape[1]] = own
         return self.ranks.sum(out)
 

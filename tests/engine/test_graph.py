@@ -230,7 +230,7 @@ def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch
     bad = torch.full((300,), torch.nan)
     context.graph._early = None
     with monkeypatch.context() as patch:
-        patch.setattr(engine.setup.model, "logits", lambda x: bad[None])
+        patch.setattr(engine.setup.model, "logits", lambda x, drawn: bad[None])
         with pytest.raises(lce.ModelError, match="not finite"):
             read(engine.setup, context)
     assert (context.cache.length, context.logits) == (n, logits)

@@ -33,7 +33,7 @@ def engines_of(folder: Path, **options: Any) -> dict[str, lce.Engine]:
 
 
 def lane_of(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> Lane:
-    return running.lane_of(engine.setup, context, ids)
+    return running.lane_of(engine.setup, context, ids, decoding=len(ids) == 1)
 
 
 @pytest.mark.timeout(600)  # it may compile the kernels of every method
@@ -117,7 +117,8 @@ def test_logits_that_are_not_finite_are_one_lane_s_error(tiny_model: Path, monke
     engine = lce.load(tiny_model, block=BLOCK)
     contexts = [engine.prefill(tokens(9, seed=i)) for i in range(2)]
     head = engine.setup.model.logits
-    monkeypatch.setattr(engine.setup.model, "logits", lambda x: head(x).index_fill(0, torch.tensor([1]), torch.nan))
+    broken = torch.tensor([1])
+    monkeypatch.setattr(engine.setup.model, "logits", lambda x, drawn: head(x, drawn).index_fill(0, broken, torch.nan))
     lanes = [lane_of(engine, context, [5]) for context in contexts]
     forward(engine.setup.model, lanes)
     assert [lane.cache.length for lane in lanes] == [10, 9]
@@ -128,7 +129,7 @@ def test_logits_that_are_not_finite_are_one_lane_s_error(tiny_model: Path, monke
 def test_a_product_that_fails_is_every_lane_s_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model, block=BLOCK)
     lanes = [lane_of(engine, engine.prefill(tokens(9, seed=i)), [5]) for i in range(2)]
-    monkeypatch.setattr(engine.setup.model, "layers", [None])
+    monkeypatch.setattr(engine.setup.model, "_of_generated", [None])
     assert torch.stack(forward(engine.setup.model, lanes)).isnan().all()
     assert [lane.cache.length for lane in lanes] == [9, 9]
     for lane in lanes:

@@ -29,16 +29,16 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found[KINDS[name]] += len(x) * self.w[name].numel()
         return project(self, name, x, **more)
 
-    def count_logits(self: Model, x: Tensor) -> Tensor:
+    def count_logits(self: Model, x: Tensor, **how: Any) -> Tensor:
         found["head"] += len(x) * self.head.numel()
-        return logits(self, x)
+        return logits(self, x, **how)
 
     def count_dense(
-        self: Attention, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Any = None, turn: Any = None
+        self: Attention, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Any = None, **how: Any
     ) -> Any:
         (n_heads, n, dim), past = q.shape, k.shape[1] - q.shape[1]
         found["attention"] += 2 * n_heads * dim * sum(min(past + t + 1, window or past + n) for t in range(n))
-        return dense(self, q, k, v, causal, window, turn)
+        return dense(self, q, k, v, causal, window, **how)
 
     monkeypatch.setattr(Layer, "project", count_project)
     monkeypatch.setattr(Model, "logits", count_logits)

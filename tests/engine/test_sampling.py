@@ -215,7 +215,7 @@ def test_scores_are_those_of_the_whole_logits(engine: lce.Engine, monkeypatch: p
 def test_no_more_logits_are_made_than_fit(engine: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     head = engine.setup.model.logits
-    monkeypatch.setattr(engine.setup.model, "logits", lambda x: rows.append(len(x)) or head(x))
+    monkeypatch.setattr(engine.setup.model, "logits", lambda x, **how: rows.append(len(x)) or head(x, **how))
     monkeypatch.setattr("lce.engine.scoring.LOGITS_AT_ONCE", 7 * engine.setup.model.config.vocab_size)
     engine.score(IDS, first=140)
     assert max(rows) <= 7

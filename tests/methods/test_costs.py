@@ -66,21 +66,24 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     def count_dense(
         self: Attention, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Any = None, **more: Any
     ) -> Any:
-        (n_heads, n_queries, _), n_keys = q.shape, k.shape[1]
+        (n_heads, n_queries, _), n_keys = q.shape, k.shape[1] - (more["order"].unseen if "order" in more else 0)
         seen = [n_keys - n_queries + t + 1 if causal else n_keys for t in range(n_queries)]
         made.attended(q, n_heads * sum(min(n, window or n) for n in seen) if n_keys else 0)
         with made.named(ATTENTION):
             return dense(self, q, k, v, causal, window, **more)
 
-    def count_routed(self: Attention, q: Tensor, turns: Any, chunk_ids: Tensor, tiles: Any, memory: Any = None) -> Any:
+    def count_routed(
+        self: Attention, q: Tensor, turns: Any, chunk_ids: Tensor, tiles: Any, memory: Any = None, **more: Any
+    ) -> Any:
         tiles = list(tiles)
         made.attended(q, int((chunk_ids >= 0).sum()) * tiles[0].k.shape[1])
         with made.named(ATTENTION):
-            return routed(self, q, turns, chunk_ids, tiles, memory)
+            return routed(self, q, turns, chunk_ids, tiles, memory, **more)
 
     monkeypatch.setattr(Attention, "dense", count_dense)
     monkeypatch.setattr(Attention, "routed", count_routed)
     monkeypatch.setattr("lce.attention.scores.compiled_for", lambda x: False)
+    monkeypatch.setattr("lce.methods.choosing.n_seeing_all", lambda *_: 0)  # a cost counts the choices of all queries
     for owner, name, kind in (
         (selectors.Summary, "summarise", SUMMARIES),
         (lce.methods.InfLLM, "votes", SUMMARIES),
@@ -187,14 +190,14 @@ def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) ->
         rows.append(k.shape[0] * k.shape[1] if q.shape[1] else 0)
         return dense(self, q, k, *args, **more)
 
-    def count_routed(self: Attention, q: Tensor, turns: Any, chunk_ids: Tensor, *args: Any) -> Any:
+    def count_routed(self: Attention, q: Tensor, turns: Any, chunk_ids: Tensor, *args: Any, **more: Any) -> Any:
         rows.append(int((chunk_ids >= 0).sum()) * method.access.chunk_size)
-        return routed(self, q, turns, chunk_ids, *args)
+        return routed(self, q, turns, chunk_ids, *args, **more)
 
     monkeypatch.setattr(type(method), "attend", begin)
     monkeypatch.setattr(Attention, "dense", count_dense)
     monkeypatch.setattr(Attention, "routed", count_routed)
-    lce.methods.run(method, *vectors(1, 3, 3, LENGTH, D), window=WINDOW, blocks=[65, 65, 1])
+    lce.methods.run(method, *vectors(1, 3, 3, LENGTH, D), window=WINDOW, blocks=[65, 65, 1], prompt=130)
     assert said == sum(rows)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lce
-from lce.attention import Attention
+from lce.attention import Attention, Order
 from lce.errors import UsageError
 from lce.methods import Delta, make, registry
 from lce.methods.attending import around_core, bounds
@@ -145,9 +145,9 @@ def test_common_keys_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, int]] = []
     dense = Attention.dense
 
-    def watched(self: Attention, q: Tensor, k: Tensor, *args: object, **more: object) -> object:
-        read.append((q.shape[1], k.shape[1]))
-        return dense(self, q, k, *args, **more)
+    def watched(self: Attention, q: Tensor, k: Tensor, *args: object, order: Order, **more: object) -> object:
+        read.append((q.shape[1], k.shape[1] - order.unseen))
+        return dense(self, q, k, *args, order=order, **more)
 
     monkeypatch.setattr(Attention, "dense", watched)
     q, k, v = vectors(1, 4, 2, 100, 8)

@@ -192,7 +192,7 @@ COUNTED: Any = {"promises": {"counted": ()}}
         ),
         (
             lambda: run(of(LongHeads, "score", lambda self, *x: LongHeads.score(self, *x).sum(-1))(chunk_size=SIZE)),
-            "longheads.score returned [4, 40] float32; expected [C, 40, 10]",
+            "longheads.score returned [4, 8] float32; expected [C, 8, 10]",
         ),
         (
             lambda: run(of(Method, "attend", lambda self, q, *_: q[:, 3:])()),

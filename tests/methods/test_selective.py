@@ -13,7 +13,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.errors import UsageError
 from lce.kernels.cuda import launching
-from lce.methods import Budget, Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, make, selective
+from lce.methods import Budget, Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, choosing, make
 from lce.methods.choosing import plain_runs
 from lce.methods.placement import TruePositions
 from lce.methods.selective import ChunkMethod
@@ -83,8 +83,9 @@ def test_a_pass_that_sees_all_has_the_same_answer_and_choice(
     method, window = make(knobs.split()[0], as_knobs(" ".join(knobs.split()[1:]))), 320
     (q, k, v), found = vectors(8, 4, 2, 3 * 128 + 100, 16), []
     yarn = RopeConfig(kind="yarn", factor=2.0)
-    for rows, budgets in ((64, None), (10_000, None), (64, Budgets(100 << 10, 0, tmp_path))):
-        monkeypatch.setattr(selective, "TURNED_ROWS", rows)
+    n_seeing_all = choosing.n_seeing_all
+    for is_dense, budgets in ((True, None), (False, None), (True, Budgets(100 << 10, 0, tmp_path))):
+        monkeypatch.setattr(choosing, "n_seeing_all", n_seeing_all if is_dense else lambda *_: 0)
         chosen: list[Tensor] = []
         blocks, note = [128, 128, 64, 64, 100], lambda _, x, chosen=chosen: chosen.append(x)
         out = run(method, q, k, v, blocks, window=window, scaling=yarn, note=note, budgets=budgets)

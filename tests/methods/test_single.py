@@ -1,5 +1,6 @@
 """What single methods promise besides what the comparison with the oracle covers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,12 +175,13 @@ def test_no_key_answers_better_than_its_page_of_quest_promises() -> None:
     q, k, v = vectors(1, 8, 2, 60, 16)
     pages = k.unflatten(1, (12, 5))
     bounds: Any = Bounds()
-    score = bounds.score(q, bounds.summarise(q[:, :0], pages, v.unflatten(1, (12, 5)), None), None, 0)
+    step = SimpleNamespace(decoding=False)
+    score = bounds.score(q, bounds.summarise(q[:, :0], pages, v.unflatten(1, (12, 5)), step), step, 0)
     logits = torch.einsum("htd,hmld->html", q, pages.repeat_interleave(4, 0))
     assert (logits.amax(-1) <= score + 1e-4).all()
-    single = bounds.summarise(q[:, :0], k[:, :, None], v[:, :, None], None)
+    single = bounds.summarise(q[:, :0], k[:, :, None], v[:, :, None], step)
     exact = q @ k.repeat_interleave(4, 0).mT
-    torch.testing.assert_close(bounds.score(q, single, None, 0), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(bounds.score(q, single, step, 0), exact, rtol=0, atol=1e-4)
 
 
 def test_the_first_layers_of_quest_attend_everything() -> None:

@@ -72,7 +72,7 @@ SELECTORS = {
 def test_the_whole_mass_is_the_budget_alone(name: str, knobs: dict[str, object]) -> None:
     q, k, v = vectors(1, 4, 2, 120, 8)
     plain, whole = (run(make(name, {**knobs, **p}), q, k, v, [60, 59, 1], window=32) for p in ({}, {"top_p": 1.0}))
-    assert (whole - plain).abs().max() <= 1e-6
+    assert (whole - plain).abs().max() <= 1e-5  # `plain` attends densely while a query sees all
 
 
 @pytest.mark.parametrize(("name", "knobs"), SELECTORS.items(), ids=SELECTORS)

@@ -12,81 +12,102 @@ from numba import carray, float32, int64
 from lce.kernels.code.compiling import arguments, by_dtype, call, inner, kernel
 from lce.kernels.code.numbers import exp2, itemsize, pointer, stored
 from lce.kernels.code.rows import FEW_ROWS, LOWEST, _pairs, few_fit, finish, put_query, scratch
-from lce.kernels.code.shared import TURN_KEYS
+from lce.kernels.code.shared import ALIGNED, KEYS, TURN_KEYS
 from lce.kernels.code.vectors import prefetch, prefetch_far, take
+
+
+@by_dtype(inner)
+def _add_piece(state, sums, top, total, numbers, dim):
+    """Add a piece's result to a row's: its top score, the sum of its weights, and `numbers [D]`, its weighted sums."""
+    new_top = max(state[0], top)
+    own, other = exp2(state[0] - new_top), exp2(top - new_top)
+    state[0], state[1] = new_top, state[1] * own + total * other
+    for d in range(dim):
+        sums[d] = sums[d] * own + numbers[d] * other
 
 
 @by_dtype(inner)
 def _merge_pieces(states, partial, dim):
     """Merge results for n pieces of keys into piece 0: `states [n, 2]` (top score, weights' sum), `partial [n, D]`."""
-    top = LOWEST
-    for part in range(len(states)):
-        top = max(top, states[part, 0])
     for part in range(1, len(states)):
-        shrink = exp2(states[part, 0] - top)
-        if part == 1:
-            own = exp2(states[0, 0] - top)
-            states[0, 1] *= own
-            for d in range(dim):
-                partial[0, d] *= own
-        states[0, 1] += states[part, 1] * shrink
-        for d in range(dim):
-            partial[0, d] += partial[part, d] * shrink
-    states[0, 0] = top
+        _add_piece(states[0], partial[0], states[part, 0], states[part, 1], partial[part], dim)
 
 
 @by_dtype(kernel)
 def attend(first_task, stop_task, memory, args):
     q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at = arguments(args, 7)
-    groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece = arguments(args + 56, 9)
-    q_head, q_row, k_group, k_row, v_group, v_row, steepness, rows_at, plain_at, partial_at = arguments(args + 128, 10)
-    done = args + 208  # the address of each KV head's count of done pieces
+    groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece, split = arguments(args + 56, 10)
+    few, place, unseen, n_turns = arguments(args + 136, 4)
+    q_head, q_row, k_group, k_row, v_group, v_row, steepness, rows_at, plain_at, partial_at = arguments(args + 168, 10)
+    done = args + 248  # the address of each block's count of done pieces
     out = carray(pointer(out_at, stored), (groups * rep * n_queries, dim))
     lse = carray(pointer(lse_at, float32), (groups * rep * n_queries,))
-    n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (n_keys + piece - 1) // piece
-    n_tasks, n_rows = groups * n_blocks * n_pieces, rep * per_block
+    n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (place + n_keys + piece - 1) // piece
+    n_parts = n_pieces if split else np.int64(1)
+    n_rows, n_all = rep * per_block, groups * n_blocks
     wide = (dim + 15) // 16 * 16
-    partial = carray(pointer(partial_at, float32), (groups, n_rows, n_pieces, wide))
-    states_at = partial_at + 4 * n_tasks * n_rows * wide
-    states = carray(pointer(states_at, float32), (groups, n_rows, n_pieces, 2))
-    given, memory = carray(pointer(memory, int64), (10,)), memory + 128
+    partial = carray(pointer(partial_at, float32), (n_all, n_rows, n_parts, wide))
+    states = carray(pointer(partial_at + 4 * n_all * n_parts * n_rows * wide, float32), (n_all, n_rows, n_parts, 2))
+    given, memory = carray(pointer(memory, int64), (12,)), memory + 128
+    totals, memory = carray(pointer(memory, float32), (n_rows, wide)), memory + 4 * n_rows * wide
+    tops, memory = carray(pointer(memory, float32), (n_rows, 2)), memory + (8 * n_rows + 63) // 64 * 64
     queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
     given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
-    given[5], given[7], given[9] = k_row * itemsize, v_row * itemsize, plain_at
+    given[5], given[7] = k_row * itemsize, v_row * itemsize
+    given[9], given[10], given[11] = few, place % KEYS, plain_at
     for task in range(first_task, stop_task):
-        group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
+        which, part = task // n_parts, task % n_parts
+        group, block = which // n_blocks, which % n_blocks
         if causal:  # the last queries see the most keys, so their tasks start first
             block = n_blocks - 1 - block
+            which = group * n_blocks + block
         first_query = block * per_block
         n = min(per_block, n_queries - first_query)
-        first, stop = part * piece, min(n_keys, part * piece + piece)
+        first, stop = unseen, n_keys
         if causal:
             behind = n_keys - n_queries + first_query
             first, stop = max(first, behind - window + 1), min(stop, behind + n)
         for row in range(rep * n):
             head, query = row // n, first_query + row % n
             at = q_at + ((group * rep + head) * q_head + query * q_row) * itemsize
-            turn, turned, to = query * (dim // 2) * itemsize, cos_at != 0, queries[row].ctypes.data
+            turn, turned, to = (
+                (group % n_turns * n_queries + query) * (dim // 2) * itemsize,
+                cos_at != 0,
+                queries[row].ctypes.data,
+            )
             put_query(at, cos_at + turn if turned else at, sin_at + turn if turned else at, dim, turned, to)
             seen = n_keys - n_queries + query + 1 if causal else n_keys
-            spans[row, 0], spans[row, 1] = max(seen - window, 0) if causal else 0, seen
-            state[row, 0], state[row, 1] = LOWEST, 0
-            sums[row] = 0
+            spans[row, 0], spans[row, 1] = max(seen - window, unseen) if causal else unseen, seen
+            tops[row, 0], tops[row, 1] = LOWEST, 0
+            totals[row] = 0
         given[3], given[4] = rep * n, k_at + group * k_group * itemsize
         given[6] = v_at + group * v_group * itemsize
-        call(rows_at, first, stop, given.ctypes.data)
+        first = first // ALIGNED * ALIGNED
+        number, last = (part, part + 1) if split else ((place + first) // piece, n_pieces)
+        while number < last:
+            begin, end = max(first, number * piece - place), min(stop, number * piece + piece - place)
+            number += 1
+            if begin >= end:
+                continue
+            for row in range(rep * n):
+                state[row, 0], state[row, 1] = LOWEST, 0
+                sums[row] = 0
+            call(rows_at, begin, end, given.ctypes.data)
+            for row in range(rep * n):
+                _add_piece(tops[row], totals[row], state[row, 0], state[row, 1], sums[row], wide)
         for row in range(rep * n):
-            if n_pieces > 1:
-                states[group, row, part, 0], states[group, row, part, 1] = state[row, 0], state[row, 1]
+            if n_parts > 1:
+                states[which, row, part, 0], states[which, row, part, 1] = tops[row, 0], tops[row, 1]
                 for d in range(wide):
-                    partial[group, row, part, d] = sums[row, d]
+                    partial[which, row, part, d] = totals[row, d]
             else:
                 at = (group * rep + row // n) * n_queries + first_query + row % n
-                finish(state[row], sums[row], out, lse, at, dim)
-        if n_pieces > 1 and take(done + 8 * group) == n_pieces - 1:  # all other pieces of this KV head are done
-            for row in range(n_rows):
-                _merge_pieces(states[group, row], partial[group, row], dim)
-                finish(states[group, row, 0], partial[group, row, 0], out, lse, group * n_rows + row, dim)
+                finish(tops[row], totals[row], out, lse, at, dim)
+        if n_parts > 1 and take(done + 8 * which) == n_parts - 1:  # all other pieces of this block are done
+            for row in range(rep * n):
+                _merge_pieces(states[which, row], partial[which, row], wide)
+                at = (group * rep + row // n) * n_queries + first_query + row % n
+                finish(states[which, row, 0], partial[which, row, 0], out, lse, at, dim)
 
 
 @inner
@@ -121,20 +142,17 @@ def _different_rows(entries, begin, end, n_slots):
 
 
 @inner
-def _chose_alike(choices, first, stop, rep, n_queries):
-    """Return whether queries `first..stop-1` of `rep` heads, which share a KV head, chose the same tiles, ascending."""
-    for query in range(first, stop):
-        own, different, last = choices[query], np.int64(0), np.int64(-1)
+def _chose_alike(choices, query, rep, n_queries):
+    """Return whether the `rep` heads of a query, which share a KV head, chose the same tiles, in ascending order."""
+    own, different, last = choices[query], np.int64(0), np.int64(-1)
+    for slot in range(len(own)):
+        different |= np.int64(0 <= own[slot] <= last)
+        last = max(last, own[slot])
+    for head in range(1, rep):
+        other = choices[head * n_queries + query]
         for slot in range(len(own)):
-            different |= np.int64(0 <= own[slot] <= last)
-            last = max(last, own[slot])
-        for head in range(1, rep):
-            other = choices[head * n_queries + query]
-            for slot in range(len(own)):
-                different |= own[slot] ^ other[slot]
-        if different:
-            return False
-    return True
+            different |= own[slot] ^ other[slot]
+    return different == 0
 
 
 @by_dtype(inner)
@@ -168,7 +186,7 @@ def _attend_in_turn(own, turns, tiles, vectors, stored_at, size, dim, queries, g
 def attend_chosen(first_task, stop_task, memory, args):
     q_at, cos_at, sin_at, turn_at, chosen_at, tile_at, k_at, v_at, state_at, sums_at = arguments(args, 10)
     groups, rep, n_queries, n_slots, n_turns, n_chunks, size, dim, per_block, piece, begun = arguments(args + 80, 11)
-    q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, rows_at, plain_at = arguments(args + 168, 9)
+    q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, few, rows_at, plain_at = arguments(args + 168, 10)
     n_blocks, n_pieces = (n_queries + per_block - 1) // per_block, (n_slots + piece - 1) // piece
     n_rows, wide = rep * per_block, (dim + 15) // 16 * 16
     choices = carray(pointer(chosen_at, int64), (groups * rep * n_queries, n_slots))
@@ -176,49 +194,53 @@ def attend_chosen(first_task, stop_task, memory, args):
     turns = carray(pointer(turn_at, int64), (n_queries, n_turns))
     states = carray(pointer(state_at, float32), (groups * rep * n_queries, n_pieces, 2))
     partial = carray(pointer(sums_at, float32), (groups * rep * n_queries, n_pieces, wide))
-    given, memory = carray(pointer(memory, int64), (10,)), memory + 128
+    given, memory = carray(pointer(memory, int64), (12,)), memory + 128
     counts = carray(pointer(memory, int64), (n_chunks + 1,))
     chosen = carray(pointer(memory + 8 * len(counts), int64), (n_rows, n_slots))
     entries = carray(pointer(memory + 8 * (len(counts) + n_rows * n_slots), int64), (n_rows * piece,))
     memory = (entries.ctypes.data + 8 * len(entries) + 63) // 64 * 64
     queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
     given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
-    given[5], given[7], given[9] = k_row * itemsize, v_row * itemsize, plain_at
+    given[5], given[7] = k_row * itemsize, v_row * itemsize
+    given[10], given[11] = 0, plain_at
     fits = rows_at == plain_at and 2 <= rep <= FEW_ROWS and size <= TURN_KEYS * rep and few_fit(dim, size)
     in_turn = _pairs and fits  # in float32, rows of many queries are faster
     for task in range(first_task, stop_task):
         group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
         first_query = block * per_block
         n = min(per_block, n_queries - first_query)
-        if in_turn and _chose_alike(choices[group * rep * n_queries :], first_query, first_query + n, rep, n_queries):
-            given[3], slots, stop = rep, part * piece, min(n_slots, part * piece + piece)
-            for query in range(first_query, first_query + n):
-                heads = group * rep * n_queries + query
-                for row in range(rep):
-                    at = heads + row * n_queries
-                    spans[row, 0], spans[row, 1] = 0, size
-                    state[row, 0], state[row, 1] = (states[at, part, 0], states[at, part, 1]) if begun else (LOWEST, 0)
-                    for d in range(wide):
-                        sums[row, d] = partial[at, part, d] if begun else np.float32(0)
-                places = turns[query, slots:stop] if n_turns == n_slots else turns[query]
-                vectors = q_at + (group * rep * q_head + query * q_row) * itemsize, q_head * itemsize, cos_at, sin_at
-                stored_at = k_at, k_tile * itemsize, v_at, v_tile * itemsize
-                some = choices[heads, slots:stop]
-                _attend_in_turn(some, places, tiles[group], vectors, stored_at, size, dim, queries, given, rows_at)
-                for row in range(rep):
-                    at = heads + row * n_queries
-                    states[at, part, 0], states[at, part, 1] = state[row, 0], state[row, 1]
-                    for d in range(wide):
-                        partial[at, part, d] = sums[row, d]
-            continue
-        for row in range(rep * n):
-            at = (group * rep + row // n) * n_queries + first_query + row % n
-            for slot in range(n_slots):
-                chosen[row, slot] = choices[at, slot]
-            if not begun:
-                states[at, part, 0], states[at, part, 1] = LOWEST, 0
-                partial[at, part] = 0
-        _group_by_chunk(chosen[: rep * n], part * piece, min(n_slots, part * piece + piece), counts, entries)
+        slots, stop = part * piece, min(n_slots, part * piece + piece)
+        given[3], given[9] = rep, 1
+        for query in range(first_query, first_query + n):
+            heads = group * rep * n_queries + query
+            alike = in_turn and _chose_alike(choices[group * rep * n_queries :], query, rep, n_queries)
+            for row in range(rep):
+                at, own = heads + row * n_queries, row * n + query - first_query
+                for slot in range(slots, stop):
+                    chosen[own, slot] = -1 if alike else choices[at, slot]
+                if not begun:
+                    states[at, part, 0], states[at, part, 1] = LOWEST, 0
+                    partial[at, part] = 0
+            if not alike:
+                continue
+            for row in range(rep):
+                at = heads + row * n_queries
+                spans[row, 0], spans[row, 1] = 0, size
+                state[row, 0], state[row, 1] = states[at, part, 0], states[at, part, 1]
+                for d in range(wide):
+                    sums[row, d] = partial[at, part, d]
+            places = turns[query, slots:stop] if n_turns == n_slots else turns[query]
+            vectors = q_at + (group * rep * q_head + query * q_row) * itemsize, q_head * itemsize, cos_at, sin_at
+            stored_at = k_at, k_tile * itemsize, v_at, v_tile * itemsize
+            some = choices[heads, slots:stop]
+            _attend_in_turn(some, places, tiles[group], vectors, stored_at, size, dim, queries, given, rows_at)
+            for row in range(rep):
+                at = heads + row * n_queries
+                states[at, part, 0], states[at, part, 1] = state[row, 0], state[row, 1]
+                for d in range(wide):
+                    partial[at, part, d] = sums[row, d]
+        given[9] = few
+        _group_by_chunk(chosen[: rep * n], slots, stop, counts, entries)
         begin, chunk = np.int64(0), np.int64(0)
         while chunk < n_chunks:
             end, which = _different_rows(entries, begin, counts[chunk], n_slots), tiles[group, chunk]

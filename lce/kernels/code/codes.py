@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -218,30 +218,30 @@ def sum_factor(layout: Layout) -> np.float32:
     return np.float32(-1 / 16 if layout.low == "zeros" else 1 if layout.low else -layout.offset)
 
 
-def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any) -> list[Any]:
+def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any) -> Iterator[Any]:
     """Emit the unpacking of inputs `32·n .. 32·n + 31` of a block: for each input, its 16 rows' weights, in float32.
 
     `codes` and `beside` are addresses of the block's codes, scales, zeros or mins, and supers. Nothing but the sum of a
     product and a min is rounded.
     """
-    bits, n_groups, weights = layout.bits, max(1, 32 // layout.group), []
+    bits, n_groups = layout.bits, max(1, 32 // layout.group)
     for part in range(n_groups):
         group = builder.add(builder.mul(n, i64(n_groups)), i64(part))
         if layout.group > 32:
             group = builder.udiv(n, i64(layout.group // 32))
         scale, low = _group_numbers(builder, layout, beside, group)
         first = builder.add(builder.mul(n, i64(bits)), i64(part * bits // n_groups))
-        words = [_load(builder, codes, builder.add(first, i64(j)), _WORDS) for j in range(bits // n_groups)]
         exponents = {24} if bits == 8 else set(range(0, 28, 4))
         factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
-        in_order = [code for each in words for code in _codes(builder, bits, layout.offset, each)]
         if layout.low == "zeros":  # none of these products and sums is rounded
             low = builder.fmul(builder.fmul(low, _const(_FLOATS, -1 / 16)), scale)
-        if layout.low:
-            weights += [multiply_add(builder, False, code, factors[e], low) for code, e in in_order]
-        else:
-            weights += [builder.fmul(code, factors[e]) for code, e in in_order]
-    return weights
+        for j in range(bits // n_groups):
+            words = _load(builder, codes, builder.add(first, i64(j)), _WORDS)
+            for code, e in _codes(builder, bits, layout.offset, words):
+                if layout.low:
+                    yield multiply_add(builder, False, code, factors[e], low)
+                else:
+                    yield builder.fmul(code, factors[e])
 
 
 def rows_of_block(layout: Layout, dtype: str) -> Callable[..., Any]:
@@ -254,17 +254,38 @@ def rows_of_block(layout: Layout, dtype: str) -> Callable[..., Any]:
 
     def emit(builder: Any, codes: Any, *others: Any) -> None:
         *beside, n, out, stride = others
-        weights = _weights(builder, layout, codes, beside, n)
-        if dtype == "float32":
-            words = [builder.bitcast(each, _WORDS) for each in weights]
-        else:
-            words = [_rounded(builder, *pair, dtype) for pair in zip(weights[::2], weights[1::2], strict=True)]
+        words = [*_words(builder, layout, dtype, codes, beside, n)]
         for start in range(0, len(words), LANES):
             for i, row in enumerate(transposed(builder, words[start : start + LANES])):
                 at = builder.add(builder.add(out, builder.mul(stride, i64(i))), i64(4 * start))
                 builder.store(row, builder.inttoptr(at, ir.PointerType(_WORDS)), align=1)
 
     return intrinsic_of(f"rows {layout} {dtype}", types.void(*[types.intp] * 7), emit)
+
+
+def words_of_block(layout: Layout, dtype: str) -> Callable[..., Any]:
+    """Return the intrinsic `(codes, scales, lows, supers, n, out, stride)`: `rows_of_block`, not transposed.
+
+    It writes one word of all 16 rows after the other: `stride` is the number of bytes from one word to the next.
+    """
+
+    def emit(builder: Any, codes: Any, *others: Any) -> None:
+        *beside, n, out, stride = others
+        for i, word in enumerate(_words(builder, layout, dtype, codes, beside, n)):
+            at = builder.add(out, builder.mul(stride, i64(i)))
+            builder.store(word, builder.inttoptr(at, ir.PointerType(_WORDS)), align=4)
+
+    return intrinsic_of(f"words {layout} {dtype}", types.void(*[types.intp] * 7), emit)
+
+
+def _words(builder: Any, layout: Layout, dtype: str, codes: Any, beside: list[Any], n: Any) -> Iterator[Any]:
+    """Emit what `_weights` emits, rounded to a dtype; numbers of two bytes are joined in pairs of inputs to words."""
+    weights = _weights(builder, layout, codes, beside, n)
+    for weight in weights:
+        if dtype == "float32":
+            yield builder.bitcast(weight, _WORDS)
+        else:
+            yield _rounded(builder, weight, next(weights), dtype)
 
 
 def _rounded(builder: Any, low: Any, high: Any, dtype: str) -> Any:

@@ -97,12 +97,12 @@ def _widen_row(row_at, dim, to):
 
 @by_dtype(kernel)
 def attend_rows(first, stop, _memory, args):
-    """Do what `rows.attend_rows` does, for rows of 8 bits. The tenth argument is the address of `rows.attend_rows`.
+    """Do what `rows.attend_rows` does, for rows of 8 bits. The twelfth argument is the address of `rows.attend_rows`.
 
     The memory goes on behind what `scratch` divides, with space for `2 · KEYS · D` numbers of the dtype.
     """
-    memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness, plain_at = arguments(args, 10)
-    if n <= FEW_ROWS and dim <= KEYS and dim % _COLUMNS == 0 and stop - first >= _LEAST:
+    memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness, few, place, plain_at = arguments(args, 12)
+    if few and n <= FEW_ROWS and dim <= KEYS and dim % _COLUMNS == 0 and stop - first >= _LEAST:
         memory = scratch(memory_at, n_rows, dim)
         _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, number_of(steepness))
         return
@@ -110,13 +110,15 @@ def attend_rows(first, stop, _memory, args):
     k_to = (state.ctypes.data + 8 * len(state) + 63) // 64 * 64
     v_to, given = k_to + KEYS * dim * itemsize, carray(pointer(args, int64), (9,))
     given[5] = given[7] = dim * itemsize
-    for start in range(first, stop, KEYS):
-        size = min(KEYS, stop - start)
+    start = first
+    while start < stop:
+        size = min(KEYS - (place + start) % KEYS, stop - start)
         for key in range(size):
             _widen_row(k_at + (start + key) * k_row, dim, k_to + key * dim * itemsize)
             _widen_row(v_at + (start + key) * v_row, dim, v_to + key * dim * itemsize)
         given[4], given[6] = k_to - start * dim * itemsize, v_to - start * dim * itemsize
         call(plain_at, start, start + size, args)
+        start += size
     given[4], given[5], given[6], given[7] = k_at, k_row, v_at, v_row
 
 

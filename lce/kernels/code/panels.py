@@ -59,7 +59,8 @@ def product(
 
     With `gate`, as many rows of the second half of the matrix begin `half` bytes behind those of the first half. A task
     is `PANEL_ROWS` weight rows times `PANEL_COLUMNS` rows of x. The memory has space for sums, for a part of them that
-    is transposed, for a bias, and for widened weights.
+    is transposed, for a bias, and for widened weights. If `packed_at` is 0, the matrix has the products of n ≤ 16 rows
+    already, as sums `[n, size]`.
     """
     words = size // 2 if _in_pairs else size
     panel_bytes, n_parts = 4 * words * PANEL, 2 if gate else 1
@@ -77,7 +78,7 @@ def product(
         for part in range(n_parts):
             _read_biases(bias_at, part * n_out + first + row, n_here, bias[part])
             sums[part, :n_here] = np.float32(0)
-            for number in range(n_slices):  # a range with a variable step could raise
+            for number in range(n_slices if packed_at else 0):  # a range with a variable step could raise
                 word, weights_at = number * per_slice, weight_at + part * half
                 n_words = min(per_slice, words - word)
                 if _widens:
@@ -92,7 +93,11 @@ def product(
                 )
         for start in range(0, n_columns, LANES):
             for part in range(n_parts):
-                for lane in range(0, PANEL_ROWS, LANES):
+                for i in range(0 if packed_at else n):
+                    given = carray(pointer(weight_at + part * half + 4 * (i * size + row), float32), (n_here,))
+                    for lane in range(n_here):
+                        turned[part, i, lane] = given[lane]
+                for lane in range(0, PANEL_ROWS if packed_at else 0, LANES):
                     source, to = sums[part, lane, start:].ctypes.data, turned[part, 0, lane:].ctypes.data
                     _transpose(source, 4 * PANEL_COLUMNS, to, 4 * PANEL_ROWS)
             for i in range(min(LANES, n_columns - start)):

@@ -22,11 +22,24 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, float32, int8, int16, int64, uint8, uint16, uint32
 
-from lce.kernels.code.codes import dot, rows_of_block, sum_factor
+from lce.kernels.code.codes import dot, rows_of_block, sum_factor, words_of_block
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
+from lce.kernels.code.few_rows import add_words, in_pairs
 from lce.kernels.code.numbers import STORED, bits_of_float, float_of_bits, pointer, read, read_row, write
 from lce.kernels.code.products import around_of, begins, finish_row
-from lce.kernels.code.shared import BEGUN_BYTES, INT4, INT8, ITEMSIZE, LANES, LAYOUTS, MOST_ROWS, QUANTISED_TASK, SUPER
+from lce.kernels.code.shared import (
+    BEGUN_BYTES,
+    FEW_INPUTS,
+    FEW_ROWS,
+    INT4,
+    INT8,
+    ITEMSIZE,
+    LANES,
+    LAYOUTS,
+    MOST_ROWS,
+    QUANTISED_TASK,
+    SUPER,
+)
 
 _FEW = 4  # rows of x that are multiplied with a block at a time; more are multiplied eight at a time, one alone
 _PLANES = {"float32": 2, "bfloat16": 1, "float16": 1}  # number of planes: halfwords per number
@@ -36,6 +49,7 @@ _FITS = 2  # least-squares corrections of a group's scale and zero for each rang
 
 KINDS = tuple((layout, dtype) for layout in LAYOUTS for dtype in ITEMSIZE)  # the kinds of this module's kernels
 PACK_KINDS = tuple((layout, dtype) for layout in (INT8, INT4) for dtype in ITEMSIZE)  # those of `pack`
+SUMS_KINDS = tuple((layout, dtype) for layout in LAYOUTS for dtype in ("float32", "bfloat16"))  # those of `sums`
 
 # Values and functions for each kind of kernel, `(layout, dtype)`: a matrix's layout, and the dtype of x or the output.
 _bits = ByDtype(lambda kind: kind[0].bits)
@@ -53,6 +67,7 @@ _dot_1 = ByDtype(lambda kind: dot(kind[0], 1, _PLANES[kind[1]]))
 _dot_few = ByDtype(lambda kind: dot(kind[0], _FEW, _PLANES[kind[1]]))
 _dot_many = ByDtype(lambda kind: dot(kind[0], MOST_ROWS, _PLANES[kind[1]]))
 _unpacked = ByDtype(lambda kind: rows_of_block(*kind))
+_unpacked_words = ByDtype(lambda kind: words_of_block(*kind))
 _itemsize = ByDtype(lambda kind: ITEMSIZE[kind[1]])
 _read_scale, _write_scale = read["bfloat16"], write["bfloat16"]
 
@@ -171,6 +186,30 @@ def unpack(begin, end, memory, codes, scales, lows, supers, out_at, first, n_row
             for i in range(height):
                 for j in range(min(32, n_in - n * 32)):
                     out[task * LANES + i, n * 32 + j] = edge[i, j]
+
+
+@by_dtype(kernel)
+def sums(begin, end, memory, x_at, codes, scales, lows, supers, sums_at, n, n_out, n_in):
+    """Do what `few_rows.plain` does, for a few rows of x of the kind's dtype, with the weights that `unpack` writes."""
+    n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
+    sums_row, word_bytes = (n_out + FEW_ROWS - 1) // FEW_ROWS * FEW_ROWS, 4 * FEW_ROWS
+    per_word = 2 if in_pairs else 1
+    results = carray(pointer(sums_at, float32), (n, sums_row))
+    for task in range(begin, end):
+        row = task * FEW_ROWS
+        results[:, row : row + FEW_ROWS] = np.float32(0)
+        for first in range(0, n_in, FEW_INPUTS):
+            n_here = min(FEW_INPUTS, n_in - first)
+            for lane in range(0, min(FEW_ROWS, n_blocks * LANES - row), LANES):
+                block = (row + lane) // LANES
+                group = block * n_groups * LANES
+                codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
+                lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
+                for i in range(0, n_here, 32):
+                    to = memory + i // per_word * word_bytes + 4 * lane
+                    _unpacked_words(codes_at, scales_at, lows_at, supers_at, (first + i) // 32, to, word_bytes)
+            at, to = x_at + 4 * first // per_word, sums_at + 4 * row
+            add_words(at, 4 * n_in // per_word, memory, to, 4 * sums_row, n, n_here // per_word)
 
 
 @by_dtype(kernel)

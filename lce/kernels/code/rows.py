@@ -252,23 +252,26 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
 def attend_rows(first, stop, _memory, args):
     """Add attention to keys `first..stop-1` to the results of a task's n rows; row i sees the keys of `spans[i]`.
 
-    `args` is the address of integers. The first nine: the address of the memory that `scratch` divides, and the number
-    of rows it is divided for; D; n; the address of the keys and the bytes between keys; the address of the values and
-    the bytes between values; and the encoded scale from dot products to scores. Queries, spans and
-    results are in the memory.
+    `args` is the address of integers. The first eleven: the address of the memory that `scratch` divides, and the
+    number of rows it is divided for; D; n; the address of the keys and the bytes between keys; the address of the
+    values and the bytes between values; the encoded scale from dot products to scores; whether few rows read keys in
+    place; and the place of key 0 in a block of `KEYS` keys. Queries, spans and results are in the memory.
+
+    Blocks of keys end at multiples of `KEYS` from that place on, so a row's bits do not depend on other rows.
     """
-    memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness = arguments(args, 9)
+    memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness, few, place = arguments(args, 11)
     memory, scale = scratch(memory_at, n_rows, dim), number_of(steepness)
     queries, spans, state, sums, keys, values, scores, weights = memory
-    if n <= FEW_ROWS and few_fit(dim, stop - first):
+    if few and n <= FEW_ROWS and few_fit(dim, stop - first):
         _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale)
         return
     for row in range(n, (n + 5) // 6 * 6):  # rows that are multiplied beside the others
         queries[row], sums[row] = np.float32(0), np.float32(0)
         spans[row, 0], spans[row, 1] = 0, 0
     words, sums_row, wide = dim // per_word, 4 * sums.shape[1], sums.shape[1]
-    for start in range(first, stop, KEYS):
-        size = min(KEYS, stop - start)
+    start = first
+    while start < stop:
+        size = min(KEYS - (place + start) % KEYS, stop - start)
         pack_keys(k_at + start * k_row, k_row, size, dim, keys)
         _pack_values(v_at + start * v_row, v_row, size, dim, values)
         for row in range(0, n, 6):
@@ -304,6 +307,7 @@ def attend_rows(first, stop, _memory, args):
                 right_at, to, panel = values[0, begin // per_word].ctypes.data, sums[row].ctypes.data, values.strides[0]
                 n_words = (end - begin) // per_word
                 _product(6, left_at, left_row, right_at, 4 * PANEL, panel, to, sums_row, n_words, 0, wide)
+        start += size
 
 
 @by_dtype(inner)

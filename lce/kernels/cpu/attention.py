@@ -15,13 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.kernels.code.shared import CHOSEN_ROWS, KEYS, QUERY_ROWS
+from lce.kernels.code.shared import ALIGNED, CHOSEN_ROWS, KEYS, QUERY_ROWS, READ_PIECE
 from lce.kernels.cpu.int8_rows import row_bytes
 from lce.kernels.cpu.kernel import Kernel, Kernels, argument_of
 
-FEW = 32  # if a KV head has at most FEW queries (of all its heads), its keys are cut into pieces of PIECE keys
-PIECE = 512  # keys of a piece; with more than FEW and at most QUERY_ROWS queries, a piece has 8 times as many
-_LEAST_PIECE = 256  # keys of a piece of a short text: all threads have work
+PIECE = 256  # keys of a piece for a generated token; pieces are tasks of their own
+_LEAST_CHOSEN = 256  # keys of the chosen tiles that a task of a generated token has: all threads have work
 _FINISHED_ROWS = 64  # the smallest number of queries that a thread of `finish_chosen` takes
 _LEAST_TASKS = 16  # tasks of a call: all threads have work
 
@@ -38,14 +37,21 @@ def attend(
     window: int | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    generated: bool = False,
+    first: int = 0,
+    unseen: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of queries `q [H, T, D]` to keys and values `k v [G, N, D]`.
 
     Returns the output `[H, T, D]` and each query's log-sum-exp `[H, T]` (float32). H / G query heads share a KV head.
     The tensors are on the CPU, of one dtype, with a contiguous last dimension. With `causal`, query t sees the keys up
     to `N - T + t`, so the last query sees the last key; `window` limits each query to its nearest `window` keys. If
-    given, `cos sin [T, D/2]` rotate the queries. Keys are read once per `QUERY_ROWS` queries of the heads that
-    share keys. Time: O(H · T · N · D). Memory: about a megabyte per thread.
+    given, `cos sin [m · T, D/2]` rotate the queries: m neighbouring KV heads take T rows each. Keys are read once per
+    `QUERY_ROWS` queries of the heads that share keys. Time: O(H · T · N · D). Memory: about a megabyte per thread.
+
+    A query's bits depend on what it sees, on `generated` and on the index `first` of key 0, not on T. For tokens that
+    were not generated, `first` is a multiple of `ALIGNED`. No query sees the first `unseen` keys. Keys are summed in
+    pieces on the grid of their indices: those of generated tokens are short and read in place.
     """
     (n_heads, n_queries, dim), (groups, n_keys, _) = q.shape, k.shape
     rep, (q_head, q_row, q_one) = n_heads // groups, q.stride()
@@ -54,30 +60,31 @@ def attend(
     assert k.shape == v.shape == (groups, n_keys, vector), (k.shape, v.shape)
     assert q_one == k_one == v_one == 1, (q_one, k_one, v_one)
     assert n_heads == rep * groups, (n_heads, groups)
-    cos_at, sin_at = 0, 0
+    cos_at, sin_at, n_turns = 0, 0, 1
     if cos is not None and sin is not None:
-        assert cos.shape == sin.shape == (n_queries, dim // 2), (cos.shape, sin.shape)
+        n_turns = len(cos) // n_queries
+        assert cos.shape == sin.shape == (n_turns * n_queries, dim // 2), (cos.shape, sin.shape)
+        assert groups % n_turns == 0, (groups, n_turns)
         assert cos.dtype is sin.dtype is q.dtype, (cos.dtype, sin.dtype)
         cos, sin = cos.contiguous(), sin.contiguous()
         cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
     out, lse = torch.empty(n_heads, n_queries, dim, dtype=q.dtype), torch.empty(n_heads, n_queries)
-    n_rows, per_block, piece, n_pieces = rep * n_queries, n_queries, n_keys, 1
-    if n_rows > QUERY_ROWS:
-        per_block = max(1, QUERY_ROWS // rep)
-    else:
-        most = PIECE if n_rows <= FEW else 8 * PIECE
-        piece = max(_LEAST_PIECE, min(most, groups * n_keys // _LEAST_TASKS // _LEAST_PIECE * _LEAST_PIECE))
-        n_pieces = -(-n_keys // piece)
-    n_tasks = groups * -(-n_queries // per_block) * n_pieces
-    partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_pieces > 1 else out  # unused with one piece
+    assert generated or first % ALIGNED == 0, first
+    piece = PIECE if generated else READ_PIECE
+    per_block = 1 if generated else min(n_queries, max(1, QUERY_ROWS // rep))
+    split = generated or per_block == n_queries
+    n_blocks, place = groups * -(-n_queries // per_block), first % piece
+    n_tasks = n_blocks * (-(-(place + n_keys) // piece) if split else 1)
+    n_rows = rep * per_block
+    partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_tasks > n_blocks else out  # unused with one piece
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_at, sin_at, out.data_ptr(), lse.data_ptr()
-    sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece
+    sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece, split
     strides: tuple[int, ...] = q_head, q_row, k_group, k_row, v_group, v_row
     if k.itemsize != q.itemsize:
         strides = q_head, q_row, *(x * k.itemsize // q.itemsize for x in strides[2:])
-    kernels, done = (_steepness(dim), kernel.address, _attend_rows[q.dtype].address), [0] * groups
-    given = *addresses, *sizes, *strides, *kernels, partial.data_ptr(), *done
-    _attend[q.dtype](n_tasks, memory=_memory(rep * per_block, dim) + more, tail=given)
+    kernels, done = (_steepness(dim), kernel.address, _attend_rows[q.dtype].address), [0] * n_blocks
+    given = *addresses, *sizes, generated, place, unseen, n_turns, *strides, *kernels, partial.data_ptr(), *done
+    _attend[q.dtype](n_tasks, memory=_memory(n_rows, dim) + more, tail=given)
     return out, lse
 
 
@@ -93,7 +100,10 @@ class ChosenTiles:
     Memory: H · T · D numbers of float32.
     """
 
-    def __init__(self, q: Tensor, cos: Tensor, sin: Tensor, turn: Tensor, chosen: Tensor) -> None:
+    def __init__(
+        self, q: Tensor, cos: Tensor, sin: Tensor, turn: Tensor, chosen: Tensor, generated: bool = False
+    ) -> None:
+        self.generated = generated
         (n_queries, dim), n_slots = q.shape[1:], chosen.shape[-1]
         self.q, self.chosen, self.turn = q, chosen.contiguous(), turn.expand(n_queries, -1).contiguous()
         self.turns = cos.contiguous(), sin.contiguous()
@@ -125,11 +135,11 @@ class ChosenTiles:
         assert _numbers(tile).max() < n_tiles, (tile.max(), n_tiles)
         assert _numbers(self.chosen).max() < n_chunks, (self.chosen.max(), n_chunks)
         rep, begun = n_heads // groups, self.sums is not None
-        per_block, piece = n_queries, n_slots
-        if rep * n_queries > QUERY_ROWS:
-            per_block = max(QUERY_ROWS // rep, min(-(-groups * n_queries // _LEAST_TASKS), CHOSEN_ROWS // rep), 1)
+        if self.generated:
+            per_block = 1
+            piece = max(-(-n_slots // max(1, _LEAST_TASKS // groups)), min(n_slots, -(-_LEAST_CHOSEN // size)), 1)
         else:
-            piece = max(-(-n_slots // max(1, _LEAST_TASKS // groups)), min(n_slots, -(-_LEAST_PIECE // size)), 1)
+            per_block, piece = max(1, min(-(-groups * n_queries // _LEAST_TASKS), CHOSEN_ROWS // rep)), n_slots
         n_blocks, n_pieces = -(-n_queries // per_block), -(-n_slots // piece)
         if self.sums is None:
             self.sums = torch.empty(n_heads * n_queries, n_pieces, -(-dim // 16) * 16)
@@ -138,7 +148,8 @@ class ChosenTiles:
         addresses = (x.data_ptr() for x in tensors)
         sizes = groups, rep, n_queries, n_slots, self.turn.shape[1], n_chunks, size, dim, per_block, piece, begun
         strides = (stride * x.itemsize // q.itemsize for x in (q, k, v) for stride in x.stride()[:2])
-        given = *addresses, *sizes, *strides, _steepness(dim), kernel.address, _attend_rows[q.dtype].address
+        kernels = kernel.address, _attend_rows[q.dtype].address
+        given = *addresses, *sizes, *strides, _steepness(dim), self.generated, *kernels
         n_rows = rep * per_block
         memory = _memory(n_rows, dim) + more + 8 * (n_chunks + 1 + n_rows * (n_slots + piece)) + 64
         _attend_chosen[q.dtype](groups * n_blocks * n_pieces, memory=memory, tail=given)
@@ -183,6 +194,6 @@ def _steepness(dim: int) -> int:
 
 @cache
 def _memory(n_rows: int, dim: int) -> int:
-    """Return the bytes of a thread's memory: what `rows.scratch` divides for n rows, and arguments of `attend_rows`."""
+    """Return the bytes of a thread's memory: what `rows.scratch` divides for n rows, arguments, and rows' totals."""
     wide = -(-dim // 64) * 64
-    return 128 + 4 * ((n_rows + 5) * (dim + 6 + wide) + (dim + wide + 14) * KEYS + 32)
+    return 192 + 4 * ((n_rows + 5) * (dim + 8 + 2 * wide) + (dim + wide + 14) * KEYS + 32)

@@ -15,23 +15,35 @@ import torch
 from torch import Tensor
 
 from lce.kernels import levels
-from lce.kernels.code.shared import GATES, PACKED_ROWS, PANEL_COLUMNS, PANEL_INPUTS, PANEL_ROWS, Gate
+from lce.kernels.code.shared import (
+    FEW_INPUTS,
+    FEW_ROWS,
+    GATES,
+    MOST_ROWS,
+    PACKED_ROWS,
+    PANEL_COLUMNS,
+    PANEL_INPUTS,
+    PANEL_ROWS,
+    Gate,
+)
 from lce.kernels.cpu.kernel import DTYPES, Kernels
 
 SCRATCH = 4 << 20  # the most bytes of unpacked weights that a thread keeps: these fit caches
 PACKED = 16 << 20  # the most bytes of packed rows of x that a thread keeps, except that it packs a task's rows
 _MEMORY = 4 * PANEL_ROWS * (2 * PANEL_COLUMNS + PANEL_INPUTS + 34)  # of a thread, in bytes
 _LEAST_PACKED = 1 << 17  # the smallest number of numbers that a thread packs: fewer take less time than waking a thread
-_pack, _product = Kernels("panels.pack"), Kernels("panels.product")
+_pack, _product, _plain = Kernels("panels.pack"), Kernels("panels.product"), Kernels("few_rows.plain")
 _thread = threading.local()  # `memory`: this thread's scratch memory, by its use
 
 
 class Packed(Protocol):
-    """A packed matrix `[out, in]`, whose rows `unpacked` writes."""
+    """A packed matrix `[out, in]`, whose rows `unpacked` writes, and whose products with few rows `sums` writes."""
 
     shape: tuple[int, int]
 
     def unpacked(self, first: int, out: Tensor) -> Tensor: ...
+
+    def sums(self, x: Tensor, out: Tensor) -> None: ...
 
 
 @cache
@@ -80,7 +92,8 @@ def product(
 
     x is float32, or bfloat16 where `arithmetic` says so. `gate` and `onto` are those of
     `lce.kernels.cpu.products.product`. Sums are float32; only the result is rounded. Time: near that of the processor's
-    products in the dtype of x. A row of the result has the same bits for any T and number of threads.
+    products in the dtype of x; up to `MOST_ROWS` rows read the weights once, as they lie. A row of the result has the
+    same bits for any T and number of threads.
     """
     (n_rows, size), n = weight.shape, len(x)
     n_out = n_rows // 2 if gate else n_rows
@@ -100,11 +113,23 @@ def _multiply(
 ) -> None:
     """Write what `product` returns, or with `adds` add it, to `out [T, out]`."""
     (n, size), n_out, n_parts = x.shape, out.shape[1], 2 if gate else 1
-    packed_at = pack(x[None])
     in_place = isinstance(weight, Tensor) and weight.dtype in (x.dtype, *_widened())
+    kept = weight.dtype if isinstance(weight, Tensor) and in_place else x.dtype
+    narrow = kept
+    if not in_place and narrow is torch.float32:  # unpacked weights of a model of another dtype, perhaps
+        narrow = out.dtype if bias is None else bias.dtype
+    kernel, options = _product[kept, narrow], (GATES[gate], adds, out.dtype is not narrow)
+    bias_at = 0 if bias is None else bias.data_ptr()
+    if n <= MOST_ROWS and (not isinstance(weight, Tensor) or x.dtype in (torch.float32, weight.dtype)):
+        sums = _sums(x, weight)
+        ends = bias_at, out.data_ptr(), n, n_out, 0, n_out, sums.shape[1]
+        least = -(-_LEAST_PACKED // (PANEL_ROWS * n))
+        n_tasks = -(-n_out // PANEL_ROWS)
+        kernel(n_tasks, 0, sums.data_ptr(), 4 * n_out, *ends, *options, memory=_MEMORY, least=least)
+        return
+    packed_at = pack(x[None])
     row_bytes = size * x.itemsize
     most = n_out if in_place else max(PANEL_ROWS, SCRATCH // (n_parts * row_bytes) // PANEL_ROWS * PANEL_ROWS)
-    bias_at = 0 if bias is None else bias.data_ptr()
     n_blocks = -(-n // PANEL_COLUMNS)
     for first in range(0, n_out, most):
         n_here = min(most, n_out - first)
@@ -120,11 +145,7 @@ def _multiply(
                 else:
                     weight.unpacked(here, rows)
         half = n_here * size * stored.itemsize
-        narrow = stored.dtype
-        if not in_place and narrow is torch.float32:  # unpacked weights of a model of another dtype, perhaps
-            narrow = out.dtype if bias is None else bias.dtype
-        options = GATES[gate], adds, out.dtype is not narrow
-        _product[stored.dtype, narrow](
+        kernel(
             -(-n_here // PANEL_ROWS) * n_blocks,
             packed_at,
             stored.data_ptr(),
@@ -139,6 +160,19 @@ def _multiply(
             *options,
             memory=_MEMORY,
         )
+
+
+def _sums(x: Tensor, weight: Tensor | Packed) -> Tensor:
+    """Return `x @ weight.T` in float32, `[T, -]` with padding behind a row, for T ≤ `MOST_ROWS`, in thread memory."""
+    n_rows, size = weight.shape
+    n_tasks = -(-n_rows // FEW_ROWS)
+    sums = _scratch("sums", len(x) * n_tasks * FEW_ROWS, torch.float32).view(len(x), -1)
+    if isinstance(weight, Tensor):
+        addresses, memory = (x.data_ptr(), weight.data_ptr(), sums.data_ptr()), 4 * FEW_INPUTS * FEW_ROWS
+        _plain[weight.dtype, x.dtype](n_tasks, *addresses, len(x), n_rows, size, memory=memory)
+    else:
+        weight.sums(x, sums)
+    return sums
 
 
 def pack(x: Tensor) -> int:

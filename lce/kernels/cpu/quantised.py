@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.kernels.code.shared import BEGUN_BYTES, LANES, MOST_ROWS, QUANTISED_TASK, SUPER, Layout
+from lce.kernels.code.shared import BEGUN_BYTES, FEW_INPUTS, FEW_ROWS, LANES, MOST_ROWS, QUANTISED_TASK, SUPER, Layout
 from lce.kernels.cpu.kernel import Kernels
 from lce.kernels.cpu.products import around_product
 
 _TASK_ROWS = QUANTISED_TASK * LANES  # rows of a matrix that a thread takes at a time
 _EDGE = 4 * LANES * 32  # bytes of the memory of kernels that unpack
 
-_product, _unpack = Kernels("quantised.product"), Kernels("quantised.unpack")
+_product, _unpack, _sums = (Kernels(f"quantised.{name}") for name in ("product", "unpack", "sums"))
 _rows_of, _pack = Kernels("quantised.rows_of"), Kernels("quantised.pack")
 
 
@@ -79,6 +79,14 @@ class QuantisedMatrix:
             -(-n_rows // LANES), *self._addresses, out.data_ptr(), first, n_rows, n_in, memory=_EDGE
         )
         return out
+
+    def sums(self, x: Tensor, out: Tensor) -> None:
+        """Write `x @ weight.T`, `[T, -]` with padding to `FEW_ROWS` behind a row, for T ≤ `MOST_ROWS`, to `out`.
+
+        The bits are those of `panels.product` with unpacked weights, before anything is added.
+        """
+        addresses, memory = (x.data_ptr(), *self._addresses, out.data_ptr()), 4 * FEW_INPUTS * FEW_ROWS
+        _sums[self.layout, x.dtype](-(-self.shape[0] // FEW_ROWS), *addresses, len(x), *self.shape, memory=memory)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the unpacked rows `ids [T]` (int64): `[T, in]`."""

@@ -1,6 +1,7 @@
 """Products of many rows, with weights of any kind."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 
 import lce
 from lce.kernels import levels
-from lce.kernels.code.shared import INT8, Gate
+from lce.kernels.code import shared
+from lce.kernels.code.shared import INT8, Gate, Layout
 from lce.kernels.cpu import panels
+from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
 from lce.models.products import linear
 from lce.terminal.figures import model_lines
 from lce.weights.packed import Stacked
@@ -90,6 +93,47 @@ def test_bits_depend_neither_on_threads_nor_on_scratch_nor_on_other_rows(kind: s
     assert torch.equal(product(x), whole)
     assert torch.equal(product(x, "silu"), gated)
     assert torch.equal(product(x[7:20]), whole[7:20])
+
+
+def any_codes(layout: Layout, n_out: int, n_in: int) -> QuantisedMatrix:
+    """A matrix of random codes, scales and lows, of any layout."""
+    random, parts = torch.Generator().manual_seed(n_in), {}
+    for name, (shape, dtype) in parts_of(layout, n_out, n_in).items():
+        numbers = torch.rand(shape, generator=random)
+        if dtype.is_floating_point:
+            parts[name] = (numbers / 100).to(dtype)
+        else:
+            least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+            parts[name] = (least + numbers * (most - least)).round().to(dtype)
+    return QuantisedMatrix(layout, (n_out, n_in), parts)
+
+
+@pytest.mark.parametrize("kind", [*shared.LAYOUTS, *DTYPES], ids=str)
+@pytest.mark.parametrize(("n_out", "n_in"), [(96, 512), (74, 328)])
+def test_few_rows_have_the_bits_of_many(kind: Layout | torch.dtype, n_out: int, n_in: int) -> None:
+    """For each number of rows and threads, with a bias, a gate, a sum, and results of any dtype."""
+    if isinstance(kind, Layout) and kind.nested:
+        n_in = 512
+    gates: tuple[Gate | None, ...] = (None, "silu", "gelu_tanh") if n_out % 32 == 0 else (None,)
+    for dtype in DTYPES if isinstance(kind, Layout) else (kind,):
+        weight = any_codes(kind, n_out, n_in) if isinstance(kind, Layout) else torch.randn(n_out, n_in).to(dtype)
+        bias = torch.randn(n_out).to(dtype)
+        for number in {torch.float32, panels.arithmetic(dtype) or torch.float32}:
+            x = torch.randn(40, n_in).to(number)
+            for around in itertools.product((None, bias), gates, (False, True), {dtype, torch.float32}):
+                torch.set_num_threads(1)
+                whole = product_of(x, weight, *around)
+                for n in range(1, 9):
+                    torch.set_num_threads(1 + n % 2)
+                    assert torch.equal(product_of(x[3 : 3 + n], weight, *around), whole[3 : 3 + n]), (around[1:], n)
+
+
+def product_of(
+    x: torch.Tensor, weight: Any, bias: torch.Tensor | None, gate: Gate | None, adds: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    width = weight.shape[0] // 2 if gate else weight.shape[0]
+    onto = torch.full((len(x), width), 1.25, dtype=dtype) if adds else None
+    return panels.product(x, weight, bias, gate, onto, dtype)
 
 
 Pretended = Callable[..., None]

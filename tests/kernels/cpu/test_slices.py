@@ -35,7 +35,7 @@ def read(engine: lce.Engine, context: lce.Context, ids: Sequence[int], slices: S
             found.append(lane.hidden.clone())
         for token_id in (5, 6, 7, 8):
             context.token_ids.append(token_id)
-            found.append(append(engine.setup, context, [token_id]).logits)  # type: ignore[arg-type]
+            found.append(append(engine.setup, context, [token_id], decoding=True).logits)  # type: ignore[arg-type]
     return found
 
 
@@ -62,7 +62,7 @@ def test_every_method_reads_the_same_in_slices(options: dict[str, Any], n_thread
 def step(engine: lce.Engine, context: lce.Context) -> Tensor:
     """Decode one token; return the logits after it."""
     context.token_ids.append(9)
-    logits = append(engine.setup, context, [9]).logits
+    logits = append(engine.setup, context, [9], decoding=True).logits
     assert logits is not None
     return logits
 

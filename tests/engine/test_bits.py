@@ -1,0 +1,98 @@
+"""An answer's bits follow from what was read and what was generated, and from nothing else."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lce
+from lce.kernels.cpu import panels
+from lce.methods import available
+from tests.checkpoints import save_tiny, tokens
+from tests.running import threads
+
+BY_BLOCKS = {"delta", "esa", "infllm", "xattention"}  # queries of a block choose, or are corrected, together
+METHODS = [name for name in available() if name not in BY_BLOCKS]
+KNOBS: dict[str, dict[str, Any]] = {"longheads": {"chunk_size": 8}, "esa": {"compress": "pca", "low_dim": 4}}
+KINDS = [{}, {"dtype": "bfloat16"}, {"weights": "int8"}, {"weights": "int4"}, {"kv_dtype": "int8-device"}]
+SLOW = pytest.mark.slow
+N = 230  # tokens, of a window of 64
+pytestmark = [
+    pytest.mark.timeout(600),  # it may compile the kernels of every method
+    pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning"),
+]
+
+Said = tuple[list[int], list[float]]
+
+
+def load(folder: Path, name: str, **options: Any) -> lce.Engine:
+    if panels.arithmetic(getattr(torch, options.get("dtype", "float32"))) is None:
+        pytest.skip("PyTorch multiplies many rows here, whose sums have no promised order")
+    return lce.load(folder, lce.methods.make(name, KNOBS.get(name)), **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"hidden_size": 96, "intermediate_size": 272, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    return save_tiny(tmp_path_factory.mktemp("bits"), **shape)
+
+
+def answer(engine: lce.Engine, ids: Sequence[int], cuts: Sequence[int] = (), fork: bool = False) -> Said:
+    """Read `ids` in parts that end at `cuts`, and generate; return the tokens and their log-probabilities."""
+    context = None
+    for first, last in pairwise((0, *cuts)):
+        context = engine.prefill(ids[first:last], context=context, length=N + 16)
+    if context is not None and fork:
+        context = context.fork()
+    rest = ids[cuts[-1] :] if cuts else ids
+    found = engine.generate(rest, context=context, max_tokens=8, temperature=0, logprobs=0, stop=[])
+    assert found.logprobs is not None
+    return found.token_ids, [each.logprob for each in found.logprobs]
+
+
+def random_cuts(chance: random.Random) -> list[int]:
+    cuts, at = [], 0
+    while (at := at + chance.choice([1, 1, 2, 5, 8, 9, 31, 64, 100])) < N:
+        cuts.append(at)
+    return cuts[: chance.randint(1, len(cuts))]
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(each, marks=SLOW) for each in KINDS[1:])], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_neither_blocks_nor_hits_nor_forks_nor_threads(name: str, kind: dict[str, Any], folder: Path) -> None:
+    ids, chance = tokens(N, seed=1), random.Random(name)
+    first = load(folder, name, block=64, **kind)
+    truth = answer(first, ids)
+    for block in (64, 7, 1, 100):
+        engine = load(folder, name, block=block, sharing=first, **kind)
+        with threads(chance.choice([1, 2, 3, 4])):
+            assert answer(engine, ids) == truth, block
+            cuts = random_cuts(chance)
+            assert answer(engine, ids, cuts, fork=bool(block % 2)) == truth, (block, cuts)
+
+
+@pytest.mark.parametrize("name", ["full", "longheads", *(pytest.param(name, marks=SLOW) for name in available())])
+def test_no_lanes_beside_it(name: str, folder: Path) -> None:
+    """Eight chats behind one beginning, which is kept, at once and one after the other."""
+    engine, first = load(folder, name, block=32), tokens(96, seed=2)
+    prompts = [first + tokens(9 + 7 * i, seed=3 + i) for i in range(8)]
+    alone = [answer(engine, ids) for ids in prompts]
+
+    async def together() -> list[Said]:
+        async with engine.batch(max_lanes=8) as batch:
+
+            async def one(ids: Sequence[int]) -> Said:
+                stream = batch.stream(ids, max_tokens=8, temperature=0, logprobs=0, stop=[])
+                async for _ in stream:
+                    pass
+                assert stream.result.logprobs is not None
+                return stream.result.token_ids, [each.logprob for each in stream.result.logprobs]
+
+            return await asyncio.gather(*map(one, prompts))
+
+    assert asyncio.run(together()) == alone
