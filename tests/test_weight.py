@@ -18,7 +18,7 @@ PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
         34_170,
-        "lines; a fifth are kernels, which are being rebuilt; advice takes 130, kept beginnings 60, an order of sums 400",
+        "lines; a fifth are kernels, which are being rebuilt; advice takes 130, kept beginnings 60, order of sums 400",
     ),
     "lce_serve": (
         4_514,
