@@ -132,12 +132,15 @@ def append(
     return lane
 
 
-def read(setup: Setup, context: Context, progress: Progress | None = None) -> None:
-    """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again."""
+def read(setup: Setup, context: Context, progress: Progress | None = None, drawn: bool = False) -> None:
+    """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again.
+
+    `drawn` says that the only uncached token is the last of an answer that goes on.
+    """
     if context.logits is None and len(context) == context.cache.n_tokens > 0:
         context.cache.truncate(context.cache.nearest(context.cache.n_tokens - 1))
     for ids in blocks(context.uncached, setup.block, progress, offset=off_grid(context.cache)):
-        append(setup, context, ids)
+        append(setup, context, ids, decoding=drawn)
 
 
 def _pieces(
@@ -167,7 +170,7 @@ def _pieces(
                     if flag.is_set:
                         raise _Cancelled
 
-                read(setup, context, tell)
+                read(setup, context, tell, drawn=not ids and context.goes_on)
             stats.prefill_s = time.perf_counter() - started
             said, answer = len(context), Answer(options, setup.eos_ids, setup.tokenizer, result, context.token_ids)
             logits, likeliest = context.logits, None

@@ -260,7 +260,7 @@ class Scheduler:
         assert context is not None
         if uncached := context.uncached[: setup.block - off_grid(context.cache)]:
             request.is_sound = False
-            append(setup, context, uncached, slices=self._slices)
+            append(setup, context, uncached, slices=self._slices, decoding=not request.ids and context.goes_on)
             request.is_sound = True
             request.n_read = min(len(request.ids), context.cache.n_tokens - request.n_before)
             if request.report is not None:

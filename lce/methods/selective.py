@@ -141,6 +141,7 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
             "first and rest",
             lambda: [replace(step.part(*ends), note=None, note_scores=None) for ends in ((0, n), (n, n_queries))],
         )
+        rest = replace(rest, all_devices=step.all_devices.setdefault("rest", {}))
         return torch.cat((attend_all(self, q[:, :n], cache, first), attend_parts(self, q[:, n:], cache, rest)), dim=1)
 
     def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:

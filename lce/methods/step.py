@@ -45,7 +45,7 @@ class Step:
     sliding_window: int | None = None
     note: Note | None = None
     memo: dict[str, Any] = field(default_factory=dict)
-    all_devices: dict[str, Tensor | None] = field(default_factory=dict)
+    all_devices: dict[str, Any] = field(default_factory=dict)
     note_scores: NoteScores | None = None
     at: Tensor | None = field(default=None, kw_only=True)
     decoding: bool = field(default=False, kw_only=True)  # whether a generation appends a token that it sampled
@@ -66,7 +66,7 @@ class Step:
         """Return the result of `make`, moved to `device`; `make` is called once per pass and `name` for all devices."""
         if name not in self.all_devices:
             self.all_devices[name] = make()
-        made = self.all_devices[name]
+        made: Tensor | None = self.all_devices[name]
         return self.once(name, lambda: None if made is None else made.to(device))
 
     def positions(self, device: torch.device) -> Tensor:

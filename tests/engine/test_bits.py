@@ -55,6 +55,12 @@ def answer(engine: lce.Engine, ids: Sequence[int], cuts: Sequence[int] = (), for
     return found.token_ids, [each.logprob for each in found.logprobs]
 
 
+def never_stopped(engine: lce.Engine, ids: Sequence[int]) -> lce.Context:
+    context = engine.prefill(ids)
+    engine.generate([], context=context, max_tokens=8, temperature=0, stop=[])
+    return context
+
+
 def random_cuts(chance: random.Random) -> list[int]:
     cuts, at = [], 0
     while (at := at + chance.choice([1, 1, 2, 5, 8, 9, 31, 64, 100])) < N:
@@ -74,6 +80,20 @@ def test_neither_blocks_nor_hits_nor_forks_nor_threads(name: str, kind: dict[str
             assert answer(engine, ids) == truth, block
             cuts = random_cuts(chance)
             assert answer(engine, ids, cuts, fork=bool(block % 2)) == truth, (block, cuts)
+
+
+@pytest.mark.parametrize("name", available())
+def test_no_stop_on_the_way(name: str, folder: Path, tmp_path: Path) -> None:
+    """An answer that ends at its limit, is saved, opened and goes on."""
+    engine, ids = load(folder, name, block=64), tokens(N, seed=2)
+    whole = answer(engine, ids)[0]
+    context = engine.prefill(ids, length=N + 16)
+    for n in (1, 3, 4):
+        engine.generate([], context=context, max_tokens=n, temperature=0, stop=[])
+        context.save(tmp_path / f"{n}.lce")
+        context = engine.open_context(tmp_path / f"{n}.lce")
+    assert context.token_ids[N:] == whole
+    assert torch.equal(context.logits, never_stopped(engine, ids).logits)
 
 
 @pytest.mark.parametrize("name", ["full", "longheads", *(pytest.param(name, marks=SLOW) for name in available())])

@@ -29,6 +29,7 @@ from tests.gguf_models import as_saved, save_gguf
 from tests.ranks import begun, on_ranks
 
 LIMIT = 1e-5  # of the largest logit
+ROUNDED = 1e-3  # the same with a cache in 8 bits, where a number between two codes may get either
 IDS, QUESTION = tokens(150), tokens(5, seed=1)
 CHUNKS = {"chunk_size": 8, "chunks": 4}
 slow = pytest.mark.slow
@@ -81,8 +82,8 @@ def told(call: Any) -> str:
     return "nothing"
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).abs().max() <= LIMIT * expected.abs().max())
+def close(found: Tensor, expected: Tensor, limit: float = LIMIT) -> bool:
+    return bool((found - expected).abs().max() <= limit * expected.abs().max())
 
 
 def assert_as_one(found: Sequence[Said], asked: Asked, file: Path) -> None:
@@ -92,7 +93,7 @@ def assert_as_one(found: Sequence[Said], asked: Asked, file: Path) -> None:
     for each in found:
         assert torch.equal(each.logits, found[0].logits)
         assert each.drawn == found[0].drawn
-        assert close(each.logits, one.logits)
+        assert close(each.logits, one.logits, ROUNDED if "kv_dtype" in asked.options else LIMIT)
         assert (each.greedy, each.after, each.opened) == (one.greedy, one.after, one.opened)
         assert each.after == each.opened
     assert file.stat().st_size == file.with_suffix(".one").stat().st_size
