@@ -185,9 +185,11 @@ class Block:
                 return None
             own.extend(stop)
             buffer = own.buffer
-            k, v, _ = *buffer.rows, buffer.index  # made here, since an operator in a layer's attention is not replayed
+            k, v = buffer.rows
             forms.add((buffer.first, k.capacity, *((number, x.shape) for x, number in kept if x is not None)))
             found.append([k.place, v.place, *((x.data_ptr(), x.nbytes) for x, _ in kept if x is not None)])
+        for own in layers[:2]:  # whose attention is watched: an operator there would keep it from being replayed
+            _ = own.buffer.index
         return found if len(forms) == 1 and not buffer.first else None
 
 
