@@ -244,6 +244,33 @@ def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any
                     yield builder.fmul(code, factors[e])
 
 
+def row_times_blocks(layout: Layout) -> Callable[..., Any]:
+    """Return the intrinsic `(x, codes, scales, lows, supers, …, n, out)`: one row of x times two blocks' rows.
+
+    All arguments but n are addresses: of `x [32 · n]`, of what `_weights` takes of one block and then of another, and
+    of the result `out [32]`; x and the result are float32. Each number of the result is one sum over the inputs in
+    order, from 0 on, of what `rows_of_block` unpacks, which stays in registers. Instructions: about 0.6 per weight.
+    """
+
+    def emit(builder: Any, x: Any, *others: Any) -> None:
+        *blocks, n_steps, out = others
+
+        def add_step(step: Any, sums: Any) -> Any:
+            inputs = builder.mul(step, i64(32))
+            pairs = zip(*(_weights(builder, layout, at[0], list(at[1:]), step) for at in (blocks[:4], blocks[4:])))
+            for i, weights in enumerate(pairs):
+                number = _load_splat(builder, x, builder.add(inputs, i64(i)), _FLOATS)
+                sums = {j: multiply_add(builder, False, number, weights[j], sums[j]) for j in sums}
+            return sums
+
+        sums = loop(builder, n_steps, dict.fromkeys(range(2), _const(_FLOATS, 0.0)), add_step)
+        place = builder.inttoptr(out, ir.PointerType(_FLOATS))
+        for j in sums:
+            builder.store(sums[j], builder.gep(place, [i64(j)]), align=4)
+
+    return intrinsic_of(f"row {layout}", types.void(*[types.intp] * 11), emit)
+
+
 def rows_of_block(layout: Layout, dtype: str) -> Callable[..., Any]:
     """Return the intrinsic `(codes, scales, lows, supers, n, out, stride)`: unpacks 32 inputs of a block's 16 rows.
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, float32, int8, int16, int64, uint8, uint16, uint32
 
-from lce.kernels.code.codes import dot, rows_of_block, sum_factor, words_of_block
+from lce.kernels.code.codes import dot, row_times_blocks, rows_of_block, sum_factor, words_of_block
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
 from lce.kernels.code.few_rows import add_words, in_pairs
 from lce.kernels.code.numbers import STORED, bits_of_float, float_of_bits, pointer, read, read_row, write
@@ -68,6 +68,7 @@ _dot_few = ByDtype(lambda kind: dot(kind[0], _FEW, _PLANES[kind[1]]))
 _dot_many = ByDtype(lambda kind: dot(kind[0], MOST_ROWS, _PLANES[kind[1]]))
 _unpacked = ByDtype(lambda kind: rows_of_block(*kind))
 _unpacked_words = ByDtype(lambda kind: words_of_block(*kind))
+_row_times_blocks = ByDtype(lambda kind: row_times_blocks(kind[0]))
 _itemsize = ByDtype(lambda kind: ITEMSIZE[kind[1]])
 _read_scale, _write_scale = read["bfloat16"], write["bfloat16"]
 
@@ -167,22 +168,26 @@ def _as_integers(x_at, wide_x, norm_at, eps, integers_at, factors_at, wide_at, r
             factors[tile, 1, row, g] = total * _sum_factor
 
 
+@by_dtype(inner)
+def _block_of(codes, scales, lows, supers, block, n_in):
+    """Return the addresses of a block's codes, scales, zeros or mins, and supers."""
+    group = block * ((n_in + _size - 1) // _size) * LANES
+    of_groups = codes + group * _size * _bits // 8, scales + _scale_bytes * group, lows + _low_bytes * group
+    return *of_groups, supers + block * (n_in // SUPER) * _super_bytes
+
+
 @by_dtype(kernel)
 def unpack(begin, end, memory, codes, scales, lows, supers, out_at, first, n_rows, n_in):
-    n_groups = (n_in + _size - 1) // _size
     out, edge = carray(pointer(out_at, _stored), (n_rows, n_in)), carray(pointer(memory, _stored), (LANES, 32))
     for task in range(begin, end):
-        block = first // LANES + task
-        group = block * n_groups * LANES
-        codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
-        lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
+        of_block = _block_of(codes, scales, lows, supers, first // LANES + task, n_in)
         height = min(LANES, n_rows - task * LANES)
         n_whole = n_in // 32 if height == LANES else 0
         for n in range(n_whole):
             at = out_at + (task * LANES * n_in + n * 32) * _itemsize
-            _unpacked(codes_at, scales_at, lows_at, supers_at, n, at, n_in * _itemsize)
+            _unpacked(*of_block, n, at, n_in * _itemsize)
         for n in range(n_whole, (n_in + 32 - 1) // 32):
-            _unpacked(codes_at, scales_at, lows_at, supers_at, n, edge.ctypes.data, 32 * _itemsize)
+            _unpacked(*of_block, n, edge.ctypes.data, 32 * _itemsize)
             for i in range(height):
                 for j in range(min(32, n_in - n * 32)):
                     out[task * LANES + i, n * 32 + j] = edge[i, j]
@@ -191,39 +196,37 @@ def unpack(begin, end, memory, codes, scales, lows, supers, out_at, first, n_row
 @by_dtype(kernel)
 def sums(begin, end, memory, x_at, codes, scales, lows, supers, sums_at, n, n_out, n_in):
     """Do what `few_rows.plain` does, for a few rows of x of the kind's dtype, with the weights that `unpack` writes."""
-    n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
+    n_blocks = (n_out + LANES - 1) // LANES
     sums_row, word_bytes = (n_out + FEW_ROWS - 1) // FEW_ROWS * FEW_ROWS, 4 * FEW_ROWS
     per_word = 2 if in_pairs else 1
     results = carray(pointer(sums_at, float32), (n, sums_row))
     for task in range(begin, end):
         row = task * FEW_ROWS
+        if n == 1 and per_word == 1 and n_in % 32 == 0:
+            of_first = _block_of(codes, scales, lows, supers, row // LANES, n_in)
+            of_second = _block_of(codes, scales, lows, supers, min(row // LANES + 1, n_blocks - 1), n_in)
+            _row_times_blocks(x_at, *of_first, *of_second, n_in // 32, sums_at + 4 * row)
+            continue
         results[:, row : row + FEW_ROWS] = np.float32(0)
         for first in range(0, n_in, FEW_INPUTS):
             n_here = min(FEW_INPUTS, n_in - first)
             for lane in range(0, min(FEW_ROWS, n_blocks * LANES - row), LANES):
-                block = (row + lane) // LANES
-                group = block * n_groups * LANES
-                codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
-                lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
+                of_block = _block_of(codes, scales, lows, supers, (row + lane) // LANES, n_in)
                 for i in range(0, n_here, 32):
                     to = memory + i // per_word * word_bytes + 4 * lane
-                    _unpacked_words(codes_at, scales_at, lows_at, supers_at, (first + i) // 32, to, word_bytes)
+                    _unpacked_words(*of_block, (first + i) // 32, to, word_bytes)
             at, to = x_at + 4 * first // per_word, sums_at + 4 * row
             add_words(at, 4 * n_in // per_word, memory, to, 4 * sums_row, n, n_here // per_word)
 
 
 @by_dtype(kernel)
 def rows_of(begin, end, memory, ids_at, codes, scales, lows, supers, out_at, n_in):
-    n_groups = (n_in + _size - 1) // _size
     ids = carray(pointer(ids_at, int64), (end,))
     out, rows = carray(pointer(out_at, _stored), (end, n_in)), carray(pointer(memory, _stored), (LANES, 32))
     for i in range(begin, end):
-        block = ids[i] // LANES
-        group = block * n_groups * LANES
-        codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
-        lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
+        of_block = _block_of(codes, scales, lows, supers, ids[i] // LANES, n_in)
         for n in range((n_in + 31) // 32):
-            _unpacked(codes_at, scales_at, lows_at, supers_at, n, rows.ctypes.data, 32 * _itemsize)
+            _unpacked(*of_block, n, rows.ctypes.data, 32 * _itemsize)
             for j in range(min(32, n_in - n * 32)):
                 out[i, n * 32 + j] = rows[ids[i] % LANES, j]
 
