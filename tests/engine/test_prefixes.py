@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_written(engine: lce.Engine, tmp_path: Path) -> 
         engine.batch(cache_dir=tmp_path / "file")
 
 
-KILLS = int(os.environ.get("LCE_KILLS", "40"))  # a kill takes one to two seconds
+KILLS = int(os.environ.get("LCE_KILLS", "16"))  # a kill takes one to two seconds
 TEXTS = [tokens(120 + 9 * seed, seed=seed) for seed in range(8)]
 _CHILD = """
 import json, sys, warnings

@@ -257,7 +257,9 @@ def row_times_blocks(layout: Layout) -> Callable[..., Any]:
 
         def add_step(step: Any, sums: Any) -> Any:
             inputs = builder.mul(step, i64(32))
-            pairs = zip(*(_weights(builder, layout, at[0], list(at[1:]), step) for at in (blocks[:4], blocks[4:])))
+            pairs = zip(
+                *(_weights(builder, layout, at[0], list(at[1:]), step) for at in (blocks[:4], blocks[4:])), strict=True
+            )
             for i, weights in enumerate(pairs):
                 number = _load_splat(builder, x, builder.add(inputs, i64(i)), _FLOATS)
                 sums = {j: multiply_add(builder, False, number, weights[j], sums[j]) for j in sums}

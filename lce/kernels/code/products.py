@@ -33,7 +33,7 @@ _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart 
 
 
 @by_dtype(kernel)
-def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, n, n_out, size, around, eps):
+def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, out_row, n, n_out, size, around, eps):
     gate, adds, wide_x, wide_out = around_of(around)
     n_parts = 2 if gate else 1
     x_at_first = memory + BEGUN_BYTES
@@ -62,7 +62,7 @@ def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, n, n_
                     for row in range(n_here):
                         sums[part, i, row] += read(bias[row])
         for i in range(n):
-            finish_row(out_at, i * n_out + first, n_here, gate, adds, wide_out, sums[0, i], sums[1, i])
+            finish_row(out_at, i * out_row + first, n_here, gate, adds, wide_out, sums[0, i], sums[1, i])
 
 
 @by_dtype(inner)

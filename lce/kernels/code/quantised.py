@@ -75,7 +75,23 @@ _read_scale, _write_scale = read["bfloat16"], write["bfloat16"]
 
 @by_dtype(kernel)
 def product(
-    begin, end, memory, x_at, codes, scales, lows, supers, bias_at, norm_at, out_at, n, n_out, n_in, around, eps
+    begin,
+    end,
+    memory,
+    x_at,
+    codes,
+    scales,
+    lows,
+    supers,
+    bias_at,
+    norm_at,
+    out_at,
+    out_row,
+    n,
+    n_out,
+    n_in,
+    around,
+    eps,
 ):
     gate, adds, wide_x, wide_out = around_of(around)
     n_parts = 2 if gate else 1
@@ -114,7 +130,7 @@ def product(
                 for lane in range(n_here):
                     dots[part, i, lane] += _read(bias[lane])
         for i in range(n):
-            _finish_row(out_at, i * n_out + row, n_here, gate, adds, wide_out, dots[0, i], dots[1, i])
+            _finish_row(out_at, i * out_row + row, n_here, gate, adds, wide_out, dots[0, i], dots[1, i])
 
 
 @by_dtype(inner)

@@ -26,19 +26,21 @@ def product(
     gate: Gate | None = None,
     onto: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Return `x @ weight.T + bias`, `[T, out]`, for `x [T, in]`, T ≤ `MOST_ROWS`, `weight [out, in]`, `bias [out]`.
 
     With `norm [in]`, each row of x is first divided by its root mean square and multiplied by `norm`. With `gate`, the
     first half a and second half b of each result row are combined to `gate(a) * b`: `[T, out / 2]`. With `onto`, the
-    result is added to that tensor in place.
+    result is added to that tensor in place; `into`, a slice of columns perhaps, is a tensor to write the result to.
 
-    All tensors are contiguous, on the CPU and of one dtype, except that `out_dtype`, `onto` and an x with a norm may be
-    float32. Arithmetic is float32, rounded once at the end. A row of the result has the same bits for any T and number
-    of threads. Bytes moved: the weights once. With AVX-512, eight rows in bfloat16 take less than twice as long as one.
+    All other tensors are contiguous, on the CPU and of one dtype, except that `out_dtype`, `onto` and an x with a norm
+    may be float32. Arithmetic is float32, rounded once at the end. A row of the result has the same bits for any T and
+    number of threads. Bytes moved: the weights once. With AVX-512, eight rows in bfloat16 take less than twice as long
+    as one.
     """
     (n_rows, size), dtype = weight.shape, weight.dtype
-    own, out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gate, onto, out_dtype)
+    own, out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gate, onto, out_dtype, into)
     fits = weight.is_contiguous() and own is dtype
     assert fits, (weight.stride(), dtype, x.dtype)
     memory = BEGUN_BYTES + 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART + 32 * PRODUCT_ROWS)
@@ -56,6 +58,7 @@ def around_product(
     gate: Gate | None = None,
     onto: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    into: Tensor | None = None,
 ) -> tuple[torch.dtype, Tensor, int, tuple[int, ...]]:
     """Check the arguments of `product` other than the matrix, whose shape is `[n_rows, width]`.
 
@@ -66,12 +69,18 @@ def around_product(
     n_out = n_rows // 2 if gate else n_rows
     fits = n <= MOST_ROWS and size == width and x.is_contiguous()
     assert fits, (x.shape, n_rows, width)
-    assert onto is None or (onto.shape == (n, n_out) and onto.is_contiguous()), onto.shape
     assert bias is None or bias.dtype is dtype, bias.dtype
-    out = torch.empty(n, n_out, dtype=out_dtype or dtype) if onto is None else onto
+    out = onto if into is None else into
+    out = torch.empty(n, n_out, dtype=out_dtype or dtype) if out is None else out
+    assert (out.shape, out.stride(1)) == ((n, n_out), 1), (out.shape, out.stride())
     wide_x, wide_out = x.dtype is not dtype, out.dtype is not dtype
     assert not wide_x or x.dtype is torch.float32, (x.dtype, dtype)
     assert not wide_out or out.dtype is torch.float32, (out.dtype, dtype)
     bias_at, norm_at = 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr()
     flags = GATES[gate] | (onto is not None) << 2 | wide_x << 3 | wide_out << 4
-    return dtype, out, n_out, (bias_at, norm_at, out.data_ptr(), n, n_out, width, flags, argument_of(eps))
+    return (
+        dtype,
+        out,
+        n_out,
+        (bias_at, norm_at, out.data_ptr(), out.stride(0), n, n_out, width, flags, argument_of(eps)),
+    )

@@ -15,8 +15,10 @@ from lce.kernels.cpu.layer_jobs import LayerJobs
 from lce.kernels.cpu.replay import Replays
 from lce.kernels.cpu.threads import Jobs
 from lce.methods.step import Step
+from lce.weights.packed import Stacked
 from tests.checkpoints import save_tiny, tokens
 from tests.command import together
+from tests.gguf_models import as_saved, save_gguf
 
 T = TypeVar("T")
 FAMILIES = {  # and whether their steps are replayed: PyTorch adds and converts between kernels in the others
@@ -73,6 +75,25 @@ def test_a_replayed_step_has_the_same_bits(
     assert bool(replayed) is FAMILIES[names]
     monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
     assert found == {method: steps(lce.load(tmp_path, method=method)) for method in found}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_step_with_weights_of_several_types_is_replayed(
+    n: int, replayed: list[Jobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As files of K-quants have them: q and k of one type, v of another."""
+    model = as_saved(save_tiny(tmp_path, hidden_size=64, intermediate_size=128))
+    file, prompts = save_gguf(tmp_path / "a.gguf", model, {"*attn_v*": "Q8_0", "*": "Q4_0"}), [tokens(30)] * n
+
+    def said() -> list[list[int]]:
+        engine = lce.load(file, method="full")
+        assert isinstance(engine.setup.model.layers[0].w["qkv"], Stacked)
+        return [each.token_ids for each in engine.generate(prompts, max_tokens=8, temperature=0.5, seed=1)]
+
+    found = said()
+    assert replayed
+    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+    assert said() == found
 
 
 PAGES: dict[str, object] = {"page": 4, "budget": 24}
