@@ -102,11 +102,6 @@ class Context(Unique):
         return self.token_ids[self.cache.n_tokens :]
 
     @property
-    def goes_on(self) -> bool:
-        """Whether an answer ended here, if no prompt was appended: the only uncached token was drawn from `logits`."""
-        return self.logits is not None and len(self.uncached) == 1
-
-    @property
     def data(self) -> ContextData:
         """The parts from which a file or a fork of the context is made."""
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, self.source, self._saves)

@@ -132,6 +132,11 @@ def append(
     return lane
 
 
+def goes_on(context: Context, prompt: Sequence[int]) -> bool:
+    """Return whether an empty prompt has an answer go on: the only uncached token was drawn from the last logits."""
+    return not prompt and context.logits is not None and len(context.uncached) == 1
+
+
 def read(setup: Setup, context: Context, progress: Progress | None = None, drawn: bool = False) -> None:
     """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again.
 
@@ -170,7 +175,7 @@ def _pieces(
                     if flag.is_set:
                         raise _Cancelled
 
-                read(setup, context, tell, drawn=not ids and context.goes_on)
+                read(setup, context, tell, drawn=goes_on(context, ids))
             stats.prefill_s = time.perf_counter() - started
             said, answer = len(context), Answer(options, setup.eos_ids, setup.tokenizer, result, context.token_ids)
             logits, likeliest = context.logits, None

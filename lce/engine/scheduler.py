@@ -27,7 +27,7 @@ from lce.engine.lanes import forward
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import Request
-from lce.engine.running import append, lane_of
+from lce.engine.running import append, goes_on, lane_of
 from lce.engine.stream import Piece
 from lce.errors import BusyError, CapacityError, DataError, UsageError
 from lce.models.layers import Model
@@ -260,7 +260,7 @@ class Scheduler:
         assert context is not None
         if uncached := context.uncached[: setup.block - off_grid(context.cache)]:
             request.is_sound = False
-            append(setup, context, uncached, slices=self._slices, decoding=not request.ids and context.goes_on)
+            append(setup, context, uncached, slices=self._slices, decoding=goes_on(context, request.ids))
             request.is_sound = True
             request.n_read = min(len(request.ids), context.cache.n_tokens - request.n_before)
             if request.report is not None:

@@ -60,7 +60,7 @@ def test_every_text_is_read_as_alone(tiny_model: Path, kind: dict[str, Any]) -> 
 def test_prefixes(tiny_model: Path, rope: str, expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model, block=BLOCK, rope=rope, rope_factor=None if rope == "none" else 2.0)
     read, append = [], running.append
-    monkeypatch.setattr(running, "append", lambda *given: read.append(len(given[2])) or append(*given))
+    monkeypatch.setattr(running, "append", lambda *given, **how: read.append(len(given[2])) or append(*given, **how))
     contexts = [context for _, context in read_all(engine, TEXTS)]
     different = [text for number, text in enumerate(TEXTS) if text not in TEXTS[:number]]
     assert sum(read) == (sum(map(len, different)) if expected is None else expected)
