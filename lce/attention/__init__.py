@@ -4,9 +4,11 @@ from lce.attention.attention import Attended as Attended
 from lce.attention.attention import Attention as Attention
 from lce.attention.attention import Order as Order
 from lce.attention.attention import combine as combine
+from lce.attention.attention import fold_chunks as fold_chunks
 from lce.attention.attention import folds as folds
 from lce.attention.attention import join as join
 from lce.attention.attention import merge as merge
+from lce.attention.attention import unfold_chunks as unfold_chunks
 from lce.attention.int8_rows import ROW as ROW
 from lce.attention.int8_rows import append_rows as append_rows
 from lce.attention.int8_rows import row_bytes as row_bytes
@@ -32,8 +34,6 @@ from lce.attention.scores import sum_heads as sum_heads
 from lce.attention.scores import token_scores as token_scores
 from lce.attention.tiles import Runs as Runs
 from lce.attention.tiles import Tiles as Tiles
-from lce.attention.tiles import fold_chunks as fold_chunks
-from lce.attention.tiles import unfold_chunks as unfold_chunks
 from lce.attention.turn import SlotTurns as SlotTurns
 from lce.attention.turn import Turn as Turn
 from lce.attention.turn import append as append

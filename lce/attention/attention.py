@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lce import gpu
-from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles, fold_chunks, unfold_chunks
+from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
 from lce.attention.turn import SlotTurns, Turn, rotate
 from lce.errors import UsageError, nearest, shown
 from lce.kernels.code.shared import ALIGNED, READ_PIECE
@@ -55,6 +55,16 @@ READ = Order()
 def folds(size: int) -> bool:
     """Return whether sums over a chunk of `size` keys at a multiple of `size` have the order of those at 0."""
     return READ_PIECE % size == 0 or size % READ_PIECE == 0
+
+
+def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
+    """Reshape `[H, m, …]`, m chunks, to `[G·m·(H/G), …]`: `dense` then treats each chunk of a KV head as a KV head."""
+    return torch.unflatten(x, 0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
+    """Undo `fold_chunks`: `[G·m·(H/G), …]` to `[H, m, …]`."""
+    return torch.unflatten(x, 0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)
 
 
 class Attention(ABC):

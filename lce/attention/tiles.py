@@ -58,16 +58,6 @@ class Runs:
     most: int
 
 
-def fold_chunks(x: Tensor, n_kv_heads: int) -> Tensor:
-    """Reshape `[H, m, …]`, m chunks, to `[G·m·(H/G), …]`: `dense` then treats each chunk of a KV head as a KV head."""
-    return torch.unflatten(x, 0, (n_kv_heads, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
-    """Undo `fold_chunks`: `[G·m·(H/G), …]` to `[H, m, …]`."""
-    return torch.unflatten(x, 0, (n_kv_heads, n_chunks, -1)).transpose(1, 2).flatten(0, 1)
-
-
 class SlotQueries:
     """Queries `q [H, T, D]` rotated for each of K slots: row `(h·T + t)·K + s` is `q[h, t]` rotated by `turns[t, s]`.
 
