@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
-        34_241,
+        34_237,
         "lines; a fifth are kernels, which are being rebuilt; advice takes 130, kept beginnings 60, order of sums 470",
     ),
     "lce_serve": (

@@ -22,7 +22,7 @@ from tests.docs.scripts import load
 
 FILE = Path(__file__).parents[2] / "examples" / "minimal.py"
 TOUR = FILE.parents[1] / "docs" / "tour" / "README.md"
-SHORTER = 2048  # tokens: at the window of SmolLM2, 8,192, the file takes a quarter of an hour
+SHORTER = 2048  # tokens: at the window of SmolLM2, 8,192, the file takes over ten minutes
 HAYSTACK = (FILE.parent / "haystack.txt").read_text(encoding="utf-8")
 
 

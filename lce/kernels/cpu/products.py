@@ -78,9 +78,5 @@ def around_product(
     assert not wide_out or out.dtype is torch.float32, (out.dtype, dtype)
     bias_at, norm_at = 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr()
     flags = GATES[gate] | (onto is not None) << 2 | wide_x << 3 | wide_out << 4
-    return (
-        dtype,
-        out,
-        n_out,
-        (bias_at, norm_at, out.data_ptr(), out.stride(0), n, n_out, width, flags, argument_of(eps)),
-    )
+    into_at = out.data_ptr(), out.stride(0)
+    return dtype, out, n_out, (bias_at, norm_at, *into_at, n, n_out, width, flags, argument_of(eps))
