@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from llvmlite import ir
 from numba import types
 
 from lce.kernels.code.compiling import features, intrinsic_of
-from lce.kernels.code.shared import LANES, SUPER, Layout
+from lce.kernels.code.shared import LANES, MIXED, SUPER, Layout
 from lce.kernels.code.vectors import call_llvm, i64, loop, multiply_add, splat, transposed
 
 _WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
@@ -34,44 +35,62 @@ def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
     return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(kind)), [index]), align=1)
 
 
-def _codes(builder: Any, bits: int, offset: int, words: Any) -> list[tuple[Any, int]]:
+def _loaded(builder: Any, bits: int, codes: Any, first: Any, n: int) -> Iterator[tuple[Any, Any]]:
+    """Emit loads of n vectors of codes from number `first` on: all codes, or four bits of each and the bits above them.
+
+    The bits above stand in halfwords where `_pairs` takes them, or are None.
+    """
+    more = bits - 4 if bits in MIXED else 0
+    n_alike = 4 // more if more else n  # vectors that share one of bits above, which follows them
+    n_loaded = n_alike + bool(more)
+    for start in range(0, n, n_loaded):
+        vectors = [_load(builder, codes, builder.add(first, i64(start + j)), _WORDS) for j in range(n_loaded)]
+        for j in range(n_alike):
+            last = builder.bitcast(vectors[-1], _PAIRED)
+            yield vectors[j], builder.lshr(last, _const(_PAIRED, more * j)) if more else None
+
+
+def _codes(builder: Any, layout: Layout, words: Any, above: Any) -> Iterator[tuple[Any, int]]:
     """Emit the extraction of the codes from a vector of 16 words, one word for each row of a block.
 
-    Returns, for each input of a word in order, the 16 rows' codes minus `offset`, times `2^exponent`, as float32, and
-    the exponent. To save shifts, a 4-bit code is masked at its place in the word, except the highest, which is shifted
-    down. An 8-bit code is moved to the highest byte of its word, for its sign.
+    Yields, for each input of a word in order, the 16 rows' codes minus the layout's offset, times `2^exponent`, as
+    float32, and the exponent. An 8-bit code is moved to the highest byte of its word, for its sign.
     """
-    found = []
-    for n in range(32 // bits):
-        place = (0, 16, 8, 24)[n] if bits == 8 else 16 * (n % 2) + 4 * (n // 2)
-        if bits == 8:
+    if layout.bits == 8:
+        for place in (0, 16, 8, 24):
             left = builder.shl(words, _const(_WORDS, 24 - place)) if place < 24 else words
-            code, exponent = builder.and_(left, _const(_WORDS, 0xFF << 24)) if place else left, 24
-        elif place == 28:
-            code, exponent = builder.lshr(words, _const(_WORDS, place)), 0
-        else:
-            code, exponent = builder.and_(words, _const(_WORDS, 15 << place)), place
-        if offset:
-            code = builder.sub(code, _const(_WORDS, offset << exponent))
-        found.append((builder.sitofp(code, _FLOATS), exponent))
-    return found
+            yield builder.sitofp(builder.and_(left, _const(_WORDS, 0xFF << 24)) if place else left, _FLOATS), 24
+        return
+    for n, pair in enumerate(_pairs(builder, layout.bits, True, words, above)):
+        for place in (0, 16):
+            code = builder.and_(builder.bitcast(pair, _WORDS), _const(_WORDS, 0xFFFF << place))
+            exponent = place + 4 * n % 12
+            if layout.offset:
+                code = builder.sub(code, _const(_WORDS, layout.offset << exponent))
+            yield builder.sitofp(code, _FLOATS), exponent
 
 
-def _pairs(builder: Any, bits: int, in_place: bool, words: Any) -> list[Any]:
+def _pairs(builder: Any, bits: int, in_place: bool, words: Any, above: Any) -> Iterator[Any]:
     """Emit the extraction of codes from 16 words, one per row: vectors of halfwords, two inputs' codes per row.
 
-    With `in_place`, codes of 4 bits are not shifted where a mask suffices: vectors 1 and 2 have `2^4` and `2^8` times
-    the codes.
+    With `in_place`, codes of up to 6 bits are not shifted where a mask suffices: vectors 1 and 2 have `2^4` and `2^8`
+    times the codes. `above` has the bits above the lowest four of vectors 0 to 2 there, those of vector 3 in bit 0 on.
     """
     halves = builder.bitcast(words, _PAIRED)
     if bits == 8:
         eight = _const(_PAIRED, 8)
-        return [builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)]
-    if in_place:
-        masked = [builder.and_(halves, _const(_PAIRED, 15 << 4 * n)) for n in range(3)]
-        return [*masked, builder.lshr(halves, _const(_PAIRED, 12))]
-    found = [builder.lshr(halves, _const(_PAIRED, 4 * n)) if n else halves for n in range(4)]
-    return [builder.and_(each, _const(_PAIRED, 15)) for each in found[:3]] + found[3:]
+        yield builder.ashr(builder.shl(halves, eight), eight)
+        yield builder.ashr(halves, eight)
+        return
+    for n in range(4):
+        place = 4 * n % 12
+        code = (
+            builder.and_(halves, _const(_PAIRED, 15 << place)) if n < 3 else builder.lshr(halves, _const(_PAIRED, 12))
+        )
+        if above is not None:
+            there = above if n < 3 else builder.shl(above, _const(_PAIRED, 4))
+            code = builder.or_(code, builder.and_(there, _const(_PAIRED, ((1 << bits) - 16) << place)))
+        yield code if in_place or not place else builder.lshr(code, _const(_PAIRED, place))
 
 
 def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
@@ -141,13 +160,15 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
     and of the result `out [rows, 16]`; numbers other than x and the block are float32. For each row and group of x,
     `factors[0]` is the number that the integer 1 stands for, and `factors[1]` is the sum of the integers times
     `_of_sum(layout)`, which is multiplied with the zeros or mins. Instructions per 64 bytes of codes: 3 to extract the
-    codes with 8 bits or 6 with 4 bits (4 for a single row with AVX-512), and for each row and plane of x, 2 with 8 bits
-    or 4 with 4 bits.
+    codes with 8 bits or 6 with 4 bits (4 for a single row with AVX-512; with 5 or 6 bits twice as many), and for each
+    row and plane of x, 2 with 8 bits or 4 with 4 bits.
     """
     size, bits = layout.group, layout.bits
-    n_vectors, n_pairs = size * bits // 32, 16 // bits  # vectors of a group; pairs of inputs in a vector
-    n_unrolled = min(_STEP, n_vectors)
-    in_place = _WIDE and bits == 4 and rows == 1  # with a sum for each place; 64 inputs of a group would not overflow
+    n_vectors = size * bits // 32
+    n_unrolled = n_vectors if bits in MIXED else min(_STEP, n_vectors)
+    n_steps = n_vectors // n_unrolled
+    # With a sum for each place: 2^15 · 2^8 times a code, for a quarter of a group's inputs, does not overflow.
+    in_place = _WIDE and bits < 8 and rows == 1
     n_chains = 4 if in_place else max(1, _CHAINS // rows)
     cells = [(plane, t) for plane in range(planes) for t in range(rows)]
     no_sums = {(*cell, chain): _const(_WORDS, 0) for cell in cells for chain in range(n_chains)}
@@ -161,19 +182,17 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
             starts = {cell: builder.add(builder.mul(row_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
 
             def add_vectors(step: Any, before: Any) -> Any:
-                sums, vector = dict(before), builder.mul(step, i64(n_unrolled))
-                number = builder.mul(vector, i64(n_pairs))
-                for j in range(n_unrolled):
-                    words = _load(builder, codes, builder.add(first, builder.add(vector, i64(j))), _WORDS)
-                    for n, weights in enumerate(_pairs(builder, bits, in_place, words), j * n_pairs):
-                        for cell in cells:
-                            place = builder.add(starts[cell], builder.add(number, i64(n)))
-                            numbers = builder.bitcast(_load_splat(builder, x, place, _WORDS), _PAIRED)
-                            chain = (*cell, n % n_chains)
-                            sums[chain] = _add_products(builder, sums[chain], weights, numbers)
+                sums, vector = dict(before), builder.add(first, builder.mul(step, i64(n_unrolled)))
+                pairs = (_pairs(builder, bits, in_place, *v) for v in _loaded(builder, bits, codes, vector, n_unrolled))
+                for n, weights in enumerate(itertools.chain.from_iterable(pairs)):
+                    number = builder.add(builder.mul(step, i64(size // 2 // n_steps)), i64(n))
+                    for cell in cells:
+                        numbers = _load_splat(builder, x, builder.add(starts[cell], number), _WORDS)
+                        chain = (*cell, n % n_chains)
+                        sums[chain] = _add_products(builder, sums[chain], weights, builder.bitcast(numbers, _PAIRED))
                 return sums
 
-            sums = loop(builder, i64(n_vectors // n_unrolled), no_sums, add_vectors)
+            sums = loop(builder, i64(n_steps), no_sums, add_vectors)
             scale, low = _group_numbers(builder, layout, beside, group)
             after = {}
             for t in range(rows):
@@ -231,13 +250,12 @@ def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any
             group = builder.udiv(n, i64(layout.group // 32))
         scale, low = _group_numbers(builder, layout, beside, group)
         first = builder.add(builder.mul(n, i64(bits)), i64(part * bits // n_groups))
-        exponents = {24} if bits == 8 else set(range(0, 28, 4))
+        exponents = {24} if bits == 8 else {0, 4, 8, 16, 20, 24}
         factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
         if layout.low == "zeros":  # none of these products and sums is rounded
             low = builder.fmul(builder.fmul(low, _const(_FLOATS, -1 / 16)), scale)
-        for j in range(bits // n_groups):
-            words = _load(builder, codes, builder.add(first, i64(j)), _WORDS)
-            for code, e in _codes(builder, bits, layout.offset, words):
+        for words, above in _loaded(builder, bits, codes, first, bits // n_groups):
+            for code, e in _codes(builder, layout, words, above):
                 if layout.low:
                     yield multiply_add(builder, False, code, factors[e], low)
                 else:

@@ -2,11 +2,14 @@
 
 A matrix `[out, in]` is stored in blocks of 16 rows. A code is a weight as an integer. Codes are stored as vectors of 64
 bytes: 16 words, one for each row of a block. A word has the codes of 4 (8 bits) or 8 (4 bits) neighbouring inputs of a
-row. A group is some neighbouring inputs of a row, which share a scale. A `Layout` says how large groups are, and what
+row. With 5 or 6 bits, a word has the lowest four of 8 inputs, and behind 4 or 2 such vectors one has the bits above. A
+group is some neighbouring inputs of a row, which share a scale. A `Layout` says how large groups are, and what
 stands beside the codes. Rows and inputs are padded with zeros to whole blocks and groups. The stored tensors are:
 
     codes   [blocks, in / 4, 64]     int8, with 8 bits: bytes 0, 2, 1, 3 of a word are inputs 0, 1, 2, 3
             [blocks, in / 8, 64]     uint8, with 4 bits: nibbles n of a word's halfwords are inputs 2·n, 2·n + 1
+            [blocks, bits · in / 32, 64]     uint8: those, and of vector j the bits above nibble n, from bit
+                                     4·((n + 1) mod 4) + (bits - 4)·j of a halfword on
     scales  [blocks, groups, 16]     one for each group and row
     zeros   [blocks, groups, 16]     uint8, in sixteenths of a code
     mins    [blocks, groups, 16]     what is added to each weight of a group

@@ -16,6 +16,7 @@ GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # the kern
 PRODUCT_ROWS = 32  # weight rows that a thread of `products` takes at a time
 QUANTISED_TASK = 2  # blocks that a thread of `quantised` takes at a time
 BEGUN_BYTES = 64  # bytes at the start of the memory of products, which say whether x is prepared
+MIXED = (5, 6)  # bits of codes of which four lie in one vector and those above in another
 SUPER = 256  # inputs that share the numbers in `supers`
 PACKED_ROWS = 64  # rows of x that a thread of `panels.pack` takes at a time
 PANEL_ROWS = 96  # weight rows in a task of `panels.product`
@@ -82,8 +83,8 @@ GGUF_LAYOUTS = {  # by the type of GGUF's that is read so
     "Q4_K": Layout(4, 32, "uint8", "mins"),
     **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL"), Layout(8, 32, "float16")),
     "Q5_1": Layout(8, 32, "float16", "mins"),
-    "Q5_K": Layout(8, 32, "uint8", "mins"),
-    "Q6_K": Layout(8, 16, "int8"),
+    "Q5_K": Layout(5, 32, "uint8", "mins"),
+    "Q6_K": Layout(6, 16, "int8", offset=32),
     "IQ4_XS": Layout(8, 32, "int8"),
 }
 LAYOUTS = tuple(dict.fromkeys((INT8, INT4, *GGUF_LAYOUTS.values())))
