@@ -15,11 +15,12 @@ from numba import types
 
 from lce.kernels.code.compiling import features, intrinsic_of
 from lce.kernels.code.shared import LANES, MIXED, SUPER, Layout
-from lce.kernels.code.vectors import call_llvm, i64, loop, multiply_add, splat, transposed
+from lce.kernels.code.vectors import call_llvm, fetch, i64, loop, multiply_add, splat, transposed
 
 _WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
 _STEP = 4 if _WIDE else 1  # the most vectors of codes in one step of the innermost loop, so that registers suffice
 _CHAINS = 4 if _WIDE else 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
+_AHEAD = 32  # vectors: codes are asked for 2 KiB ahead, because a processor guesses what comes no further than to a page's end
 _VECTOR = 4 * LANES  # bytes of a vector
 _F16, _F32, _I8, _I16, _I32 = ir.HalfType(), ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32))
 _HALF_FLOATS, _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F16, _F32, _I8, _I16, _I32))
@@ -183,6 +184,8 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
 
             def add_vectors(step: Any, before: Any) -> Any:
                 sums, vector = dict(before), builder.add(first, builder.mul(step, i64(n_unrolled)))
+                for j in range(n_unrolled):
+                    fetch(builder, builder.add(codes, builder.mul(builder.add(vector, i64(_AHEAD + j)), i64(_VECTOR))))
                 pairs = (_pairs(builder, bits, in_place, *v) for v in _loaded(builder, bits, codes, vector, n_unrolled))
                 for n, weights in enumerate(itertools.chain.from_iterable(pairs)):
                     number = builder.add(builder.mul(step, i64(size // 2 // n_steps)), i64(n))
