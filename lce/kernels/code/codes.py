@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from lce.kernels.code.vectors import call_llvm, fetch, i64, loop, multiply_add, 
 _WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
 _STEP = 4 if _WIDE else 1  # the most vectors of codes in one step of the innermost loop, so that registers suffice
 _CHAINS = 4 if _WIDE else 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
-_AHEAD = 32  # vectors: codes are asked for 2 KiB ahead, because a processor guesses what comes no further than to a page's end
+_AHEAD = 32  # vectors of codes, 2 KiB: how far ahead they are asked for, since a processor guesses to a page's end
 _VECTOR = 4 * LANES  # bytes of a vector
 _F16, _F32, _I8, _I16, _I32 = ir.HalfType(), ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32))
 _HALF_FLOATS, _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F16, _F32, _I8, _I16, _I32))
@@ -112,38 +113,41 @@ def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
     return builder.add(total, builder.add(builder.mul(*low), builder.mul(*high)))
 
 
-def _group_numbers(builder: Any, layout: Layout, beside: list[Any], group: Any) -> tuple[Any, Any]:
+def _supers(builder: Any, layout: Layout, supers: Any, index: Any) -> list[Any]:
+    """Emit loads of what the scales, and the mins if there are any, of 256 inputs are multiplied with, as float32."""
+    n = 2 if layout.low else 1
+    places = [builder.add(builder.mul(index, i64(n)), i64(number)) for number in range(n if layout.nested else 0)]
+    return [builder.fpext(_load(builder, supers, place, _HALF_FLOATS), _FLOATS) for place in places]
+
+
+def _group_numbers(
+    builder: Any, layout: Layout, scales: Any, lows: Any, supers: list[Any], group: Any
+) -> tuple[Any, Any]:
     """Emit loads of a group's scales and of its zeros or mins, one for each of 16 rows, as float32; None for no low.
 
-    `beside` are the addresses of a block's scales, of its zeros or mins, and of its supers. A min has the sign with
-    which it is added. No product is rounded.
+    `scales` and `lows` are a block's addresses, `supers` what `_supers` loads. A min has the sign with which it is
+    added. No product is rounded.
     """
-    scales, lows, supers = beside
-    n_supers = 2 if layout.low else 1
 
     def whole(address: Any, signed: bool) -> Any:
         extend = builder.sext if signed else builder.zext
         return builder.sitofp(extend(_load(builder, address, group, _BYTES), _WORDS), _FLOATS)
 
-    def half(address: Any, index: Any) -> Any:
-        return builder.fpext(_load(builder, address, index, _HALF_FLOATS), _FLOATS)
-
-    def superior(number: int) -> Any:
-        first = builder.mul(builder.udiv(group, i64(SUPER // layout.group)), i64(n_supers))
-        return half(supers, builder.add(first, i64(number)))
+    def half(address: Any) -> Any:
+        return builder.fpext(_load(builder, address, group, _HALF_FLOATS), _FLOATS)
 
     if layout.nested:
-        scale = builder.fmul(whole(scales, layout.scale == "int8"), superior(0))
+        scale = builder.fmul(whole(scales, layout.scale == "int8"), supers[0])
     elif layout.scale == "float16":
-        scale = half(scales, group)
+        scale = half(scales)
     else:
         words = builder.zext(_load(builder, scales, group, _HALVES), _WORDS)
         scale = builder.bitcast(builder.shl(words, _const(_WORDS, 16)), _FLOATS)
     if layout.low == "zeros":
         return scale, whole(lows, False)
     if layout.low and layout.nested:
-        return scale, builder.fneg(builder.fmul(whole(lows, False), superior(1)))
-    return scale, half(lows, group) if layout.low else None
+        return scale, builder.fneg(builder.fmul(whole(lows, False), supers[1]))
+    return scale, half(lows) if layout.low else None
 
 
 def _load_splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
@@ -175,10 +179,10 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
     no_sums = {(*cell, chain): _const(_WORDS, 0) for cell in cells for chain in range(n_chains)}
 
     def emit(builder: Any, x: Any, factors: Any, codes: Any, *others: Any) -> None:
-        *beside, n_groups, out = others
+        scales, lows, supers, n_groups, out = others
         row_pairs = builder.mul(n_groups, i64(size // 2))
 
-        def add_group(group: Any, totals: Any) -> Any:
+        def add_group(super_numbers: list[Any], group: Any, totals: Any) -> Any:
             first, pair = builder.mul(group, i64(n_vectors)), builder.mul(group, i64(size // 2))
             starts = {cell: builder.add(builder.mul(row_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
 
@@ -196,7 +200,7 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
                 return sums
 
             sums = loop(builder, i64(n_steps), no_sums, add_vectors)
-            scale, low = _group_numbers(builder, layout, beside, group)
+            scale, low = _group_numbers(builder, layout, scales, lows, super_numbers, group)
             after = {}
             for t in range(rows):
                 dots = []
@@ -227,7 +231,16 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
                 after[t] = multiply_add(builder, False, builder.fmul(scale, factor), dot, totals[t])
             return after
 
-        totals = loop(builder, n_groups, dict.fromkeys(range(rows), _const(_FLOATS, 0.0)), add_group)
+        def add_super(index: Any, totals: Any) -> Any:
+            add = partial(add_group, _supers(builder, layout, supers, index))
+            first = builder.mul(index, i64(n_within))
+            return loop(builder, i64(n_within), totals, lambda group, sums: add(builder.add(first, group), sums))
+
+        totals, n_within = dict.fromkeys(range(rows), _const(_FLOATS, 0.0)), SUPER // size
+        if layout.nested:
+            totals = loop(builder, builder.udiv(n_groups, i64(n_within)), totals, add_super)
+        else:
+            totals = loop(builder, n_groups, totals, partial(add_group, []))
         place = builder.inttoptr(out, ir.PointerType(_FLOATS))
         for t in range(rows):
             builder.store(totals[t], builder.gep(place, [i64(t)]), align=4)
@@ -246,12 +259,13 @@ def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any
     `codes` and `beside` are addresses of the block's codes, scales, zeros or mins, and supers. Nothing but the sum of a
     product and a min is rounded.
     """
-    bits, n_groups = layout.bits, max(1, 32 // layout.group)
+    bits, n_groups, (scales, lows, supers) = layout.bits, max(1, 32 // layout.group), beside
     for part in range(n_groups):
         group = builder.add(builder.mul(n, i64(n_groups)), i64(part))
         if layout.group > 32:
             group = builder.udiv(n, i64(layout.group // 32))
-        scale, low = _group_numbers(builder, layout, beside, group)
+        of_group = _supers(builder, layout, supers, builder.udiv(group, i64(SUPER // layout.group)))
+        scale, low = _group_numbers(builder, layout, scales, lows, of_group, group)
         first = builder.add(builder.mul(n, i64(bits)), i64(part * bits // n_groups))
         exponents = {24} if bits == 8 else {0, 4, 8, 16, 20, 24}
         factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
