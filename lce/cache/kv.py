@@ -141,8 +141,12 @@ class KVCache:
             self.layers[layer].tiers.prefetch(layer)
 
     def begin(self) -> None:
-        """Settle an earlier pass that was interrupted, then begin a pass."""
+        """Settle an earlier pass that was interrupted, then begin a pass. Tiers without tokens are left."""
         self.settle()
+        if self.stacks and not self.growing and not any(layer.buffer.first for layer in self.layers):
+            for layer in self.layers:
+                layer.stack = None
+            self.stacks = []
         self._pass = "writing"
 
     def has_space(self, n_tokens: int) -> bool:
