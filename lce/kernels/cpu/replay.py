@@ -7,6 +7,7 @@ alike in all layers, the kernels of one layer's serve the later ones.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,24 +24,25 @@ from lce.kernels.cpu.kernel import recording
 from lce.kernels.cpu.layer_jobs import LayerJobs, Range
 from lce.kernels.cpu.threads import Call, Jobs, run_jobs
 from lce.profiling import is_profiling
+from lce.progress import notice
 
 # The operators that may be called between kernels, by their names without overload: they compute nothing.
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in "view _unsafe_view reshape _reshape_alias split_with_sizes split chunk slice select transpose t "
-    "permute unsqueeze squeeze expand alias detach as_strided narrow".split()
+    "permute unsqueeze squeeze expand alias detach as_strided narrow unflatten".split()
 )
 _IDLE = _VIEWS | {"aten.empty", "aten.empty_like", "aten.new_empty"}
 _TEMPLATE = 1  # the number of the attention whose kernels serve all later layers: the first prepares what all share
 
 
 class _Watch(TorchDispatchMode):
-    """Keeps the memory that operators allocate, so that no address is used twice, and notes whether any computes."""
+    """Keeps the memory that operators allocate, so that no address is used twice, and notes the first that computes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held: list[Any] = []
-        self.computes = False
+        self.computed = ""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -50,7 +52,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         is_view, is_idle = _kind_of(func)
-        self.computes |= not is_idle
+        self.computed = self.computed or ("" if is_idle else str(func))
         if not is_view:
             self.held.append(found)
         return found
@@ -67,9 +69,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class AlikeAttend(Protocol):
-    """Attention of `n_lanes` tokens, each of its own text, that may be alike in all layers."""
-
-    n_lanes: int
+    """Attention of tokens, each of its own text, that may be alike in all layers."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -133,7 +133,7 @@ class _Recording:
                     self.kept = True
                     return layers(x, _resumed([*self.answers[:number], answer], attend))
                 self._put(number, answer)
-                if template and not watch.computes:
+                if template and not watch.computed:
                     self._replay_alike(calls, answer, template)
                     break
                 self.alike = self.alike and not template
@@ -200,17 +200,16 @@ class Replays:
     """A model's recorded passes of one token of each of n lanes: for each thread and n, one."""
 
     def __init__(self) -> None:
-        self._local = _Held()
+        self._local, self._told = _Held(), False
 
     def run(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
-        """Return `layers(x, attend)` for `x [T, hidden]`; on a CPU, the second pass of T lanes replays the first.
+        """Return `layers(x, attend)` for a token of each of n lanes, `x [n, hidden]`; on a CPU, replay an earlier pass.
 
-        `attend.n_lanes`, 1 if `attend` does not have it, says how many lanes there are. Nothing is replayed unless
-        each has one token, if an operator of PyTorch computes anything between two kernels, or while a profile is
-        taken. Replayed results have the same bits. Bytes kept: the activations of T tokens in each layer.
+        Nothing is replayed if an operator of PyTorch computes anything between two kernels, which a notice says once,
+        or while a profile is taken. Replayed results have the same bits. Bytes kept: n activations in each layer.
         """
         n = len(x)
-        if n != getattr(attend, "n_lanes", 1) or not x.is_cpu or not torch.is_inference_mode_enabled():
+        if not x.is_cpu or not torch.is_inference_mode_enabled():
             return layers(x, attend)
         held = self._local.recordings
         found = held.get(n)
@@ -222,6 +221,9 @@ class Replays:
         else:
             found = _Recording(x, layers, attend)
             result = found.result.clone()
+            if found.watch.computed and not self._told:
+                self._told = True
+                notice(f"steps are not recorded: {found.watch.computed} computes between kernels", logging.DEBUG)
         # What attention keeps must not be written again: the next pass is recorded with memory of its own.
-        held[n] = None if found.kept else False if found.watch.computes else found
+        held[n] = None if found.kept else False if found.watch.computed else found
         return result
