@@ -191,9 +191,9 @@ def rms_norm(
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert `x [T, D]` to `dtype`."""
-    if x.dtype is dtype or not runs_on(x):
-        return x.to(dtype)
-    return elementwise.rms_norm(x, None, dtype=dtype)
+    if x.dtype is dtype:
+        return x
+    return elementwise.rms_norm(x, None, dtype=dtype) if runs_on(x) else x.to(dtype)
 
 
 def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
