@@ -1,5 +1,6 @@
 """Runs command lines and scripts, in this process or in a new one. Nothing here waits longer than `LIMIT` seconds."""
 
+import logging
 import resource
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from click.testing import CliRunner, Result
 
 from lce import cli
@@ -79,8 +81,10 @@ class Process(subprocess.Popen[str]):
 
 
 def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
-    """A command line in this process."""
-    return CliRunner().invoke(cli.cli, [str(arg) for arg in args], input=stdin)
+    """A command line in this process, without what `--debug` changes there for good."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("lce"), "level", logging.getLogger("lce").level)
+        return CliRunner().invoke(cli.cli, [str(arg) for arg in args], input=stdin)
 
 
 def ran(*args: str | Path, stdin: bytes | str | None = None) -> Result:
