@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 from click.testing import CliRunner, Result
 
 from lce import cli
@@ -82,9 +81,12 @@ class Process(subprocess.Popen[str]):
 
 def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
     """A command line in this process, without what `--debug` changes there for good."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger("lce"), "level", logging.getLogger("lce").level)
+    log = logging.getLogger("lce")
+    level = log.level
+    try:
         return CliRunner().invoke(cli.cli, [str(arg) for arg in args], input=stdin)
+    finally:
+        log.setLevel(level)
 
 
 def ran(*args: str | Path, stdin: bytes | str | None = None) -> Result:

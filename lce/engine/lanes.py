@@ -155,7 +155,7 @@ def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
 
 
 class _LanesAttend:
-    """The attention of several lanes of one token each, on `q [H, B, D]`, `k v [G, B, D]`: see `AlikeAttend`."""
+    """The attention of several lanes of one token each, on `q [H, B, D]`, `k v [G, B, D]`."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes

@@ -21,7 +21,6 @@ from lce.errors import LceError, UsageError, shown
 from lce.files import check_folder, check_new, named
 from lce.sizes import count
 from lce.system import default_threads
-from lce.terminal.exits import DEBUG
 from lce.terminal.output import Output, note
 from lce.terminal.reading import Opening, method_name, named_methods, read_prompt
 
@@ -174,9 +173,8 @@ def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
     return {**values, "threads": threads or default_threads()}
 
 
-def _debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+def _debug(_ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value:
-        ctx.meta[DEBUG] = True
         logging.getLogger("lce").setLevel(logging.DEBUG)
 
 

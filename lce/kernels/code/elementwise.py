@@ -20,8 +20,6 @@ from lce.kernels.code.numbers import (
 )
 from lce.kernels.code.shared import TAKEN_ROWS, WORD
 
-_squares = sum_of_squares["float32"]
-
 
 @by_dtype(kernel)
 def norm(first, stop, memory, x_at, weight_at, out_at, head_stride, row_stride, n, dim, flags, eps):
@@ -29,14 +27,13 @@ def norm(first, stop, memory, x_at, weight_at, out_at, head_stride, row_stride, 
 
     `flags` has 1 if x is float32, 2 if the weight is, 4 if `out` is, and 8 if results, rounded, are added to `out`.
     """
-    both = carray(pointer(memory, float32), (2, dim))
-    row, weight = both[0], both[1]
+    row, weight = carray(pointer(memory, float32), (dim,)), carray(pointer(memory + 4 * dim, float32), (dim,))
     if weight_at:
         read_row(weight_at, 0, dim, flags & 2, weight)
     for i in range(first, stop):
         read_row(x_at, i // n * head_stride + i % n * row_stride, dim, flags & 1, row)
         if weight_at:
-            scale = np.float32(1) / np.sqrt(_squares(row) / np.float32(dim) + number_of(eps))
+            scale = np.float32(1) / np.sqrt(sum_of_squares(row) / np.float32(dim) + number_of(eps))
             for j in range(dim):
                 row[j] = row[j] * scale * weight[j]
         if flags & 8:

@@ -15,7 +15,6 @@ from lce.kernels.cuda import launching
 
 ALONE = 1 << 15  # numbers that a thread computes in the time that waking other threads takes
 
-
 _norm, _gate_mul = Kernels("elementwise.norm"), Kernels("elementwise.gate_mul")
 _rotate, _append = Kernels("elementwise.rotate"), Kernels("elementwise.append")
 _take_rows = Kernel("elementwise.take_rows")
@@ -32,9 +31,8 @@ def rms_norm(
     """Apply RMSNorm with `weight [D]` to each row of `x [T, D]` or `[H, T, D]`; return a contiguous tensor.
 
     Each row is divided by its root mean square and multiplied by `weight`, in float32; without a weight, x is only
-    converted. The result has `dtype`, by default the weight's. With `onto`, float32, the result in the weight's dtype
-    is added to that tensor in place. Each of x, weight and result has the model's dtype or float32. Bytes moved: x and
-    the result.
+    converted. The result has `dtype`, by default the weight's; or, in the weight's dtype, it is added to `onto`, which
+    is float32, in place. Each of x, weight and result has the model's dtype or float32. Bytes moved: x and the result.
     """
     scale = x.new_empty(0) if weight is None else weight
     out = torch.empty(x.shape, dtype=dtype or scale.dtype) if onto is None else onto
@@ -49,8 +47,7 @@ def rms_norm(
         x = x.contiguous()
     at, head, row = (x.data_ptr(), scale.data_ptr(), out.data_ptr()), x.stride(0) if x.ndim == 3 else 0, x.stride(-2)
     flags = sum((each is torch.float32) << bit for bit, each in enumerate(given)) | (onto is not None) << 3
-    numbers = head, row, n, dim, flags, argument_of(eps)
-    _norm[own](heads * n, *at, *numbers, least=_share(dim), memory=8 * dim)
+    _norm[own](heads * n, *at, head, row, n, dim, flags, argument_of(eps), least=_share(dim), memory=8 * dim)
     return out
 
 
@@ -73,9 +70,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Shapes are broadcast, to at most three leading dimensions. Dimension i is paired with dimension i + D/2. The result
     is computed in float32 and rounded once. Bytes moved: x once, the result once.
     """
-    shape, dtype = x.shape, x.dtype
-    half = shape[-1] // 2
-    turns = cos.shape
+    shape, turns, half, dtype = x.shape, cos.shape, x.shape[-1] // 2, x.dtype
     if turns[-1] != half or cos.dtype is not dtype or sin.shape != turns or sin.dtype is not dtype:
         raise ValueError(f"angles {list(turns)} {cos.dtype}, {list(sin.shape)} {sin.dtype} for {list(shape)}")
     if x.stride(-1) != 1:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,18 +68,6 @@ def _kind_of(operator: Any) -> tuple[bool, bool]:
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-class AlikeAttend(Protocol):
-    """Attention of tokens, each of its own text, that may be alike in all layers."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-    def memory(self) -> Sequence[Sequence[Range]] | None:
-        """Prepare all layers for the pass' tokens, and return the memory of each layer's keys and values.
-
-        None: one layer's attention does not tell what the other layers' would do.
-        """
-
-
 class _Recording:
     """The kernels of a pass of one token of each of n lanes, in parts that end with a call of attention.
 
@@ -119,9 +107,13 @@ class _Recording:
         return answer
 
     def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
-        """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does."""
+        """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does.
+
+        `attend.memory()`, if any, prepares all layers and returns the memory of each layer's keys and values; None if
+        one layer's attention does not tell what that of the others would do.
+        """
         self.x.copy_(x)
-        memory = attend.memory() if self.alike and hasattr(attend, "memory") else None  # see `AlikeAttend`
+        memory = attend.memory() if self.alike and hasattr(attend, "memory") else None
         for number, part in enumerate(self.parts):
             part.run()
             if number < len(self.asked):
@@ -189,18 +181,11 @@ def _resumed(answers: Sequence[Tensor], attend: Attend) -> Attend:
     return resumed
 
 
-class _Held(threading.local):
-    """A thread's recordings by the number of lanes; False: a pass cannot be replayed, None: it is to be recorded."""
-
-    def __init__(self) -> None:
-        self.recordings: dict[int, _Recording | bool | None] = {}
-
-
 class Replays:
     """A model's recorded passes of one token of each of n lanes: for each thread and n, one."""
 
     def __init__(self) -> None:
-        self._local, self._told = _Held(), False
+        self._local, self._told = threading.local(), False
 
     def run(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
         """Return `layers(x, attend)` for a token of each of n lanes, `x [n, hidden]`; on a CPU, replay an earlier pass.
@@ -209,11 +194,10 @@ class Replays:
         or while a profile is taken. Replayed results have the same bits. Bytes kept: n activations in each layer.
         """
         n = len(x)
-        if not x.is_cpu or not torch.is_inference_mode_enabled():
-            return layers(x, attend)
-        held = self._local.recordings
+        # By the number of lanes; False: a pass cannot be replayed, None: it is to be recorded.
+        held: dict[int, _Recording | bool | None] = vars(self._local).setdefault("held", {})
         found = held.get(n)
-        if found is False or is_profiling():
+        if found is False or not x.is_cpu or not torch.is_inference_mode_enabled() or is_profiling():
             return layers(x, attend)
         held[n] = None  # and so it stays if attention raises an error, which may keep vectors
         if isinstance(found, _Recording):
