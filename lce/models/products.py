@@ -175,10 +175,7 @@ def _product_of_unpacked(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None, onto: Tensor | None = None
 ) -> Tensor:
-    """Divide vectors `x [..., D]` by their root mean squares, times `weight [D]`, in float32; then to its dtype.
-
-    The result has `dtype` if that is given. With `onto`, the result in the weight's dtype is added to it in place.
-    """
+    """Divide vectors `x [..., D]` by their root mean squares, times `weight [D]`: see `elementwise.rms_norm`."""
     if runs_on(x):
         return elementwise.rms_norm(x, weight, eps, dtype, onto)
     if gpu.launching.runs_on(x):
