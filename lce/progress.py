@@ -35,13 +35,13 @@ def is_silent() -> bool:
     return _n_silencers > 0
 
 
-def notice(text: str) -> None:
+def notice(text: str, level: int = logging.INFO) -> None:
     """Tell the user in a line what takes time: by the logger `lce` where a program has set it up, else on stderr."""
     log = logging.getLogger("lce")
-    if is_silent() or log.level > logging.INFO:
+    if is_silent() or (log.level or logging.INFO) > level:
         return
-    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
-        log.info(text)
+    if log.isEnabledFor(level) and log.hasHandlers():
+        log.log(level, text)
     else:
         with bars_cleared():
             print(f"lce: {text}", file=sys.stderr)

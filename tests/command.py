@@ -1,5 +1,6 @@
 """Runs command lines and scripts, in this process or in a new one. Nothing here waits longer than `LIMIT` seconds."""
 
+import logging
 import resource
 import subprocess
 import sys
@@ -79,8 +80,13 @@ class Process(subprocess.Popen[str]):
 
 
 def run(*args: str | Path, stdin: bytes | str | None = None) -> Result:
-    """A command line in this process."""
-    return CliRunner().invoke(cli.cli, [str(arg) for arg in args], input=stdin)
+    """A command line in this process, without what `--debug` changes there for good."""
+    log = logging.getLogger("lce")
+    level = log.level
+    try:
+        return CliRunner().invoke(cli.cli, [str(arg) for arg in args], input=stdin)
+    finally:
+        log.setLevel(level)
 
 
 def ran(*args: str | Path, stdin: bytes | str | None = None) -> Result:

@@ -155,13 +155,13 @@ def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
 
 
 class _LanesAttend:
-    """The attention of several lanes of one token each, on `q [H, B, D]`, `k v [G, B, D]`: see `AlikeAttend`."""
+    """The attention of several lanes of one token each, on `q [H, B, D]`, `k v [G, B, D]`."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
-        self.lanes, self.n_lanes = lanes, len(lanes)
+        self.lanes = lanes
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        joined = q.new_empty(self.n_lanes, len(q), q.shape[2]).transpose(0, 1)
+        joined = q.new_empty(len(self.lanes), len(q), q.shape[2]).transpose(0, 1)
         for i, lane in enumerate(self.lanes):
             put_token(lane.attend(layer, *(x[:, i : i + 1] for x in (q, k, v))), joined, i)
             seam()
@@ -171,7 +171,7 @@ class _LanesAttend:
         """Return `Block.memory` of all lanes, layer by layer; None if it is None for any lane."""
         found = [memory for lane in self.lanes if (memory := lane.memory()) is not None]
         layers = [list(chain(*layer)) for layer in zip(*found, strict=True)]
-        return layers if len(found) == self.n_lanes else None
+        return layers if len(found) == len(self.lanes) else None
 
 
 @timed("sampling")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -151,7 +151,6 @@ class Block:
     # For each device, by its first layer: the method and the step of each kind of layer.
     steps: Mapping[int, Sequence[tuple[Method, Step]]]
     numbers: Sequence[int]  # for each layer, the number of its kind; empty if all layers are alike
-    n_lanes: ClassVar = 1  # see `AlikeAttend`
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend in a layer: `q [H, T, D]`, `k v [G, T, D]` to `[H, T, D]`. Call once for each layer, in order."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from lce.models.config import SLIDING_KEYS, Fields, ModelConfig, sliding_kinds
 from lce.models.layers import Attend, family
 from lce.models.llama import Llama, LlamaLayer
-from lce.models.products import merge_heads, rms_norm
+from lce.models.products import merge_heads
 from lce.models.qwen3 import Qwen3
 
 
@@ -22,21 +22,13 @@ class Gemma3Layer(LlamaLayer):
     """
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        x += self.normed(self.project("o", merge_heads(self.attention(x, attend))), "after_attention_norm")
-        inner = self.project("gate_up", self.narrowed(x, "mlp_norm"), gate="gelu_tanh")
-        x += self.normed(self.project("down", inner), "after_mlp_norm")
-        return x
+        self.normed(self.project("o", merge_heads(self.attention(x, attend))), "after_attention_norm", onto=x)
+        inner = self.project("gate_up", self.normed(x, "mlp_norm"), gate="gelu_tanh")
+        return self.normed(self.project("down", inner), "after_mlp_norm", onto=x)
 
     def attention(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.heads(self.narrowed(x, "attention_norm"))
-        return attend(self.index, self.narrowed(q, "q_norm"), self.narrowed(k, "k_norm"), v)
-
-    def normed(self, x: Tensor, norm: str) -> Tensor:
-        """Return `rms_norm` of x by a norm's name, in float32."""
-        return rms_norm(x.float(), self.w[norm], self.eps)
-
-    def narrowed(self, x: Tensor, norm: str) -> Tensor:
-        return self.normed(x, norm).to(self.dtype)
+        q, k, v = self.heads(self.normed(x, "attention_norm"))
+        return attend(self.index, self.normed(q, "q_norm"), self.normed(k, "k_norm"), v)
 
 
 @family("gemma3_text", "Gemma3ForCausalLM")

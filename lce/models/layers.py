@@ -22,7 +22,7 @@ from torch import Tensor
 import lce.models
 from lce.files import named
 from lce.models.config import Fields, ModelConfig, RopeConfig, check_layer_types, check_supported, read_rope
-from lce.models.products import Gate, Replays, linear, rows_of
+from lce.models.products import Gate, Replays, linear, rms_norm, rows_of
 from lce.weights.packed import ROUNDED, Scheme
 from lce.weights.source import Source
 
@@ -66,6 +66,10 @@ class Layer:
         weight, bias, scale = self.w[name], self.biases[name], None if norm is None else self.w[norm]
         around: dict[str, Any] = {"eps": self.eps, "gate": gate, "onto": onto, "generated": self.generated}
         return linear(x, weight, bias, norm=scale, **around)
+
+    def normed(self, x: Tensor, norm: str, onto: Tensor | None = None) -> Tensor:
+        """Normalise x by a norm's name, to the layer's dtype; or add the result to `onto`: see `rms_norm`."""
+        return rms_norm(x, self.w[norm], self.eps, self.dtype, onto)
 
     def heads(self, x: Tensor, norm: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project `x [T, hidden]`, normalised if `norm` is given, to views `q [H, T, D]` and `k v [G, T, D]`."""

@@ -14,8 +14,7 @@ class LlamaLayer(Layer):
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         self.project("o", merge_heads(self.attention(x, attend)), onto=x)
-        self.project("down", self.project("gate_up", x, norm="mlp_norm", gate="silu"), onto=x)
-        return x
+        return self.project("down", self.project("gate_up", x, norm="mlp_norm", gate="silu"), onto=x)
 
     def attention(self, x: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.heads(x, norm="attention_norm")

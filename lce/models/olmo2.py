@@ -5,27 +5,24 @@ from torch import Tensor
 from lce.models.config import Fields, ModelConfig
 from lce.models.layers import Attend, family
 from lce.models.llama import Llama, LlamaLayer
-from lce.models.products import merge_heads, rms_norm
+from lce.models.products import cast, merge_heads
 
 
 class Olmo2Layer(LlamaLayer):
     """A decoder layer: attention, then a gated MLP. The results are normalised and added to the hidden states."""
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        x += self.normed(self.project("o", merge_heads(self.attention(x, attend))), "attention_norm")
-        x += self.normed(self.project("down", self.project("gate_up", x.to(self.dtype), gate="silu")), "mlp_norm")
-        return x
+        self.normed(self.project("o", merge_heads(self.attention(x, attend))), "attention_norm", onto=x)
+        inner = self.project("gate_up", cast(x, self.dtype), gate="silu")
+        return self.normed(self.project("down", inner), "mlp_norm", onto=x)
 
     def attention(self, x: Tensor, attend: Attend) -> Tensor:
         config, dim = self.config, self.config.head_dim
         widths = config.n_heads * dim, config.n_kv_heads * dim, config.n_kv_heads * dim
-        q, k, v = self.project("qkv", x.to(self.dtype)).split_with_sizes(widths, dim=-1)
+        q, k, v = self.project("qkv", cast(x, self.dtype)).split_with_sizes(widths, dim=-1)
         q, k = self.normed(q, "q_norm"), self.normed(k, "k_norm")
         q, k, v = (rows.unflatten(-1, (-1, dim)).transpose(0, 1) for rows in (q, k, v))
         return attend(self.index, q, k, v)
-
-    def normed(self, x: Tensor, norm: str) -> Tensor:
-        return rms_norm(x, self.w[norm], self.eps)
 
 
 @family("olmo2", "Olmo2ForCausalLM")

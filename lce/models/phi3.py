@@ -10,34 +10,9 @@ from torch import Tensor
 
 from lce.models.config import Fields, LongRope, ModelConfig, RopeConfig, kind_of, read_rope, rope_section
 from lce.models.layers import Attend, family
-from lce.models.llama import Llama, LlamaLayer
+from lce.models.llama import Llama
 
 NAMES = ("longrope", "su", "yarn")  # LongRoPE in config.json; the last two in older ones, as in transformers
-
-
-class Phi3Layer(LlamaLayer):
-    """A decoder layer of Llama, whose heads may rotate their first `rotary_dim` channels alone.
-
-    RoPE turns channel i with channel i + D/2, and multiplies all channels by LongRoPE's factor. So channels are put in
-    an order in which those that rotate together are D/2 apart, and the others are divided by the factor before.
-    """
-
-    def __init__(self, index: int, config: ModelConfig, weights: Mapping[str, Any]) -> None:
-        super().__init__(index, config, weights)
-        rope, dim = config.rope, config.head_dim
-        rotary = rope.rotary_dim if isinstance(rope, LongRope) else dim
-        self.is_partial = rotary < dim
-        half, middle = rotary // 2, (rotary + dim) // 2
-        channels = torch.arange(dim, device=self.device)
-        self.order = torch.cat((channels[:half], channels[rotary:middle], channels[half:rotary], channels[middle:]))
-        factors = torch.where(self.order < rotary, 1.0, 1 / (rope.attention_factor or 1.0))
-        self.factors = factors.to(self.dtype)
-
-    def attention(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.heads(x, norm="attention_norm")
-        if self.is_partial:
-            q, k = (heads.index_select(-1, self.order).mul_(self.factors) for heads in (q, k))
-        return attend(self.index, q, k, v)
 
 
 @family("phi3", "Phi3ForCausalLM")
@@ -46,6 +21,10 @@ class Phi3(Llama):
 
     LongRoPE divides frequencies by `long_factor` if the length announced for a context is more than
     `original_max_position_embeddings`, else by `short_factor`. The divisors never change under cached keys.
+
+    Heads may rotate their first `rotary_dim` channels alone. RoPE turns channel i with channel i + D/2, and multiplies
+    all channels by LongRoPE's factor. So channels are put in an order in which those that rotate together are D/2
+    apart, and the others are divided by the factor before.
     """
 
     defaults = {
@@ -55,7 +34,6 @@ class Phi3(Llama):
         "bos_token_id": 1,
         "eos_token_id": 32000,
     }
-    layer = Phi3Layer
     layer_weights = {
         "attention_norm": Llama.layer_weights["attention_norm"],
         "qkv": ("self_attn.qkv_proj.weight", "qkv hidden"),
@@ -65,6 +43,24 @@ class Phi3(Llama):
         "down": Llama.layer_weights["down"],
     }
     joins: ClassVar[dict[str, tuple[str, ...]]] = {}  # they are stored joined
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:
+        super().__init__(config, weights)
+        rope, dim = config.rope, config.head_dim
+        rotary = rope.rotary_dim if isinstance(rope, LongRope) else dim
+        self.is_partial = rotary < dim
+        half, middle, channels = rotary // 2, (rotary + dim) // 2, torch.arange(dim)
+        order = torch.cat((channels[:half], channels[rotary:middle], channels[half:rotary], channels[middle:]))
+        factors = torch.where(order < rotary, 1.0, 1 / (rope.attention_factor or 1.0)).to(self.final_norm.dtype)
+        self.ordering = [(order.to(layer.device), factors.to(layer.device)) for layer in self.layers]
+
+    def __call__(self, ids: Tensor, indices: Tensor, attend: Attend, generated: bool = False) -> Tensor:
+        def attend_ordered(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            order, factors = self.ordering[layer]
+            q, k = (heads.index_select(-1, order).mul_(factors) for heads in (q, k))
+            return attend(layer, q, k, v)
+
+        return super().__call__(ids, indices, attend_ordered if self.is_partial else attend, generated)
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:

@@ -172,13 +172,25 @@ def _product_of_unpacked(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor 
 
 
 @timed("norms")
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide vectors `x [..., D]` by their root mean squares, times `weight [D]`, in float32; then to its dtype."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None, onto: Tensor | None = None
+) -> Tensor:
+    """Divide vectors `x [..., D]` by their root mean squares, times `weight [D]`: see `elementwise.rms_norm`."""
     if runs_on(x):
-        return elementwise.rms_norm(x, weight, eps)
+        return elementwise.rms_norm(x, weight, eps, dtype, onto)
     if gpu.launching.runs_on(x):
-        return gpu.elementwise.rms_norm(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)
+        out = gpu.elementwise.rms_norm(x, weight, eps)
+    else:
+        common = torch.promote_types(x.dtype, weight.dtype)
+        out = F.rms_norm(x.to(common), weight.shape, weight.to(common), eps).to(weight.dtype)
+    return out.to(dtype or out.dtype) if onto is None else onto.add_(out)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert `x [T, D]` to `dtype`."""
+    if x.dtype is dtype:
+        return x
+    return elementwise.rms_norm(x, None, dtype=dtype) if runs_on(x) else x.to(dtype)
 
 
 def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ entry points of the group `lce.commands`, each a `click.Command`.
 
 import errno
 import io
+import logging
 import os
 import signal
 import sys
@@ -22,7 +23,6 @@ from lce.plugins import plugins
 
 INTERRUPTED = 130
 GROUP = "lce.commands"
-DEBUG = "lce.debug"  # The key in the `meta` of click's context: True shows tracebacks.
 
 # The words of other programs, and what lce says.
 _MEANT = dict.fromkeys(("run", "ask"), "lce chat -m MODEL, or lce generate -m MODEL -p PROMPT")
@@ -88,7 +88,7 @@ class Root(Listing):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except (Exception, KeyboardInterrupt) as error:
-            if ctx.meta.get(DEBUG):
+            if logging.getLogger("lce").level == logging.DEBUG:
                 traceback.print_exception(error)
             ctx.exit(report_failure(error))
 

@@ -5,6 +5,7 @@ command: the flags of sampling arrive as one `lce.Sampling`, `--method` and its 
 happens when the command runs, so that `--help` imports nothing heavy.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from lce.errors import LceError, UsageError, shown
 from lce.files import check_folder, check_new, named
 from lce.sizes import count
 from lce.system import default_threads
-from lce.terminal.exits import DEBUG
 from lce.terminal.output import Output, note
 from lce.terminal.reading import Opening, method_name, named_methods, read_prompt
 
@@ -173,6 +173,11 @@ def _loading(threads: int | None, **values: Any) -> dict[str, Any]:
     return {**values, "threads": threads or default_threads()}
 
 
+def _debug(_ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        logging.getLogger("lce").setLevel(logging.DEBUG)
+
+
 _MODEL = "--model -m PATH|ID|smollm2|demo", "A folder, a .gguf file, or a hub id ORG/NAME[@REVISION][:FILE.gguf]."
 model_option = flag(*_MODEL, required=True)
 loaded_model_option = flag(*_MODEL, required=True, callback=_note_loading)
@@ -197,10 +202,10 @@ quiet_option = flag("--quiet", _QUIET, is_flag=True, is_eager=True)  # eager: ca
 FORCE = flag("--force", "Replace a file that exists.", is_flag=True)
 debug_option = flag(
     "--debug",
-    "Show an error's traceback.",
+    "Show an error's traceback, and why decode steps are not recorded, if so.",
     is_flag=True,
     expose_value=False,
-    callback=lambda ctx, _, given: ctx.meta.setdefault(DEBUG, given) if given else None,
+    callback=_debug,
 )
 
 prompt_options = packed("prompt", read_prompt, *PROMPT)

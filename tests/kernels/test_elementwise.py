@@ -53,6 +53,23 @@ def test_the_norm_of_rows_and_of_heads(room: str, n: int, dtype: torch.dtype) ->
             close(room, got, normed(x, weight))
 
 
+@pytest.mark.parametrize("n", [1, 7, MANY])
+@each_dtype
+def test_a_norm_is_converted_or_added(n: int, dtype: torch.dtype) -> None:
+    """With weights in float32 or the model's dtype, as by PyTorch's operators behind the norm; without any, too."""
+    heads, x = random(n, 3, 16, dtype=dtype).transpose(0, 1), random(n, 16, seed=3)
+    for weight in (random(16, seed=2), random(16, dtype=dtype, seed=2)):
+        own = on_cpu.rms_norm(heads, weight, EPS)
+        assert torch.equal(on_cpu.rms_norm(heads, weight, EPS, dtype), own.to(dtype))
+        assert torch.equal(on_cpu.rms_norm(x, weight, EPS, dtype), on_cpu.rms_norm(x, weight, EPS).to(dtype))
+        onto = random(3, n, 16, seed=4)
+        expected = onto + own
+        assert on_cpu.rms_norm(heads, weight, EPS, onto=onto) is onto
+        assert torch.equal(onto, expected)
+    for there in (x, random(2 * n, 16, seed=3)[::2], heads.float()):
+        assert torch.equal(on_cpu.rms_norm(there, None, dtype=dtype), there.to(dtype))
+
+
 @each_size
 @each_dtype
 @pytest.mark.parametrize("width", [46, 4200])

@@ -25,6 +25,20 @@ def test_debug_shows_the_traceback(position: str, tmp_path: Path) -> None:
     assert result.stderr.splitlines()[-1].startswith("lce: error: ")
 
 
+COMPUTING = """
+from lce.models.layers import Layer
+project = Layer.project
+Layer.project = lambda self, name, x, **how: project(self, name, x + 0, **how)
+"""
+
+
+def test_debug_says_once_why_a_step_is_not_recorded(tiny_model: Path) -> None:
+    process = spawn(COMPUTING, "generate", "--model", tiny_model, "--prompt", PROMPT, "-n", "4", "--debug")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert err.count("lce: steps are not recorded: aten.add.Tensor computes between kernels\n") == 1
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [

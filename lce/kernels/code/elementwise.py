@@ -12,31 +12,36 @@ from lce.kernels.code.numbers import (
     itemsize,
     pointer,
     read,
+    read_row,
     stored,
     sum_of_squares,
     write,
+    write_row,
 )
 from lce.kernels.code.shared import TAKEN_ROWS, WORD
 
-_squares = sum_of_squares["float32"]
-
 
 @by_dtype(kernel)
-def norm(first, stop, _memory, x_at, weight_at, out_at, head_stride, row_stride, n, dim, wide, eps):
-    weight = carray(pointer(weight_at, stored), (dim,))
-    out = carray(pointer(out_at, stored), (stop, dim))
-    for row in range(first, stop):
-        at = row // n * head_stride + row % n * row_stride
-        if wide:
-            numbers = carray(pointer(x_at + 4 * at, float32), (dim,))
-            scale = np.float32(1) / np.sqrt(_squares(numbers) / np.float32(dim) + number_of(eps))
+def norm(first, stop, memory, x_at, weight_at, out_at, head_stride, row_stride, n, dim, flags, eps):
+    """Normalise rows; without a weight, convert them. Loops are apart, so that no product and sum are fused.
+
+    `flags` has 1 if x is float32, 2 if the weight is, 4 if `out` is, and 8 if results, rounded, are added to `out`.
+    """
+    row, weight = carray(pointer(memory, float32), (dim,)), carray(pointer(memory + 4 * dim, float32), (dim,))
+    if weight_at:
+        read_row(weight_at, 0, dim, flags & 2, weight)
+    for i in range(first, stop):
+        read_row(x_at, i // n * head_stride + i % n * row_stride, dim, flags & 1, row)
+        if weight_at:
+            scale = np.float32(1) / np.sqrt(sum_of_squares(row) / np.float32(dim) + number_of(eps))
             for j in range(dim):
-                out[row, j] = write(numbers[j] * scale * read(weight[j]))
-            continue
-        x = carray(pointer(x_at + at * itemsize, stored), (dim,))
-        scale = np.float32(1) / np.sqrt(sum_of_squares(x) / np.float32(dim) + number_of(eps))
-        for j in range(dim):
-            out[row, j] = write(read(x[j]) * scale * read(weight[j]))
+                row[j] = row[j] * scale * weight[j]
+        if flags & 8:
+            out = carray(pointer(out_at + 4 * i * dim, float32), (dim,))
+            for j in range(dim):
+                out[j] += row[j] if flags & 2 else read(write(row[j]))
+        else:
+            write_row(out_at, i * dim, dim, flags & 4, row)
 
 
 @by_dtype(kernel)

@@ -91,13 +91,12 @@ def write_row(at, first, n, wide, row):
             halves[i] = write(row[i])
 
 
-@by_dtype(inner)
+@inner
 def sum_of_squares(x):
-    """Add up the squares of stored numbers in float32."""
+    """Add up the squares of float32 numbers."""
     total = np.float32(0)
     for i in range(len(x)):
-        number = read(x[i])
-        total += number * number
+        total += x[i] * x[i]
     return total
 
 

@@ -47,7 +47,7 @@ def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, out_r
         for i in range(n):
             read_row(x_at, i * size, size, wide_x, x[i])
             if norm_at:
-                scale = np.float32(1) / np.sqrt(_squares(x[i, :size]) / np.float32(size) + number_of(eps))
+                scale = np.float32(1) / np.sqrt(sum_of_squares(x[i, :size]) / np.float32(size) + number_of(eps))
                 for j in range(size):
                     x[i, j] = x[i, j] * scale * read(norm[j])
     for task in range(begin, end):
@@ -98,9 +98,6 @@ def begins(memory):
 def around_of(around):
     """Return the gate of the argument `around`, whether the result is added, and whether x and the output are wide."""
     return around & 3, around & 4, around & 8, around & 16
-
-
-_squares = sum_of_squares["float32"]
 
 
 _dots_of = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1, 2: 1, 4: 1}, _CHAINS))

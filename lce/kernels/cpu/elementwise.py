@@ -15,7 +15,6 @@ from lce.kernels.cuda import launching
 
 ALONE = 1 << 15  # numbers that a thread computes in the time that waking other threads takes
 
-
 _norm, _gate_mul = Kernels("elementwise.norm"), Kernels("elementwise.gate_mul")
 _rotate, _append = Kernels("elementwise.rotate"), Kernels("elementwise.append")
 _take_rows = Kernel("elementwise.take_rows")
@@ -26,20 +25,29 @@ def runs_on(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in DTYPES and not x.requires_grad
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = 0.0, dtype: torch.dtype | None = None, onto: Tensor | None = None
+) -> Tensor:
     """Apply RMSNorm with `weight [D]` to each row of `x [T, D]` or `[H, T, D]`; return a contiguous tensor.
 
-    Each row is divided by its root mean square and multiplied by `weight`, in float32. The result has the weight's
-    dtype; x has that dtype or float32. Bytes moved: x and the result.
+    Each row is divided by its root mean square and multiplied by `weight`, in float32; without a weight, x is only
+    converted. The result has `dtype`, by default the weight's; or, in the weight's dtype, it is added to `onto`, which
+    is float32, in place. Each of x, weight and result has the model's dtype or float32. Bytes moved: x and the result.
     """
-    out, wide = torch.empty(x.shape, dtype=weight.dtype), x.dtype is not weight.dtype
+    scale = x.new_empty(0) if weight is None else weight
+    out = torch.empty(x.shape, dtype=dtype or scale.dtype) if onto is None else onto
     heads, n, dim = (1, *x.shape) if x.ndim == 2 else x.shape
-    fits = weight.shape == (dim,) and x.dtype in (weight.dtype, torch.float32) and weight.is_contiguous()
-    assert fits, (x.shape, weight.shape, x.dtype, weight.dtype)
+    given = x.dtype, scale.dtype, out.dtype
+    own = next((each for each in given if each is not torch.float32), torch.float32)
+    fits = scale.shape == (dim if scale is weight else 0,) and out.shape == x.shape and {*given} <= {own, torch.float32}
+    assert fits, (x.shape, scale.shape, out.shape, given)
+    dense = scale.is_contiguous() and out.is_contiguous() and (onto is None or onto.dtype is torch.float32)
+    assert dense, (scale.stride(), out.stride(), given)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    at, head, row = (x.data_ptr(), weight.data_ptr(), out.data_ptr()), x.stride(0) if x.ndim == 3 else 0, x.stride(-2)
-    _norm[weight.dtype](heads * n, *at, head, row, n, dim, wide, argument_of(eps), least=_share(dim))
+    at, head, row = (x.data_ptr(), scale.data_ptr(), out.data_ptr()), x.stride(0) if x.ndim == 3 else 0, x.stride(-2)
+    flags = sum((each is torch.float32) << bit for bit, each in enumerate(given)) | (onto is not None) << 3
+    _norm[own](heads * n, *at, head, row, n, dim, flags, argument_of(eps), least=_share(dim), memory=8 * dim)
     return out
 
 
@@ -62,9 +70,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Shapes are broadcast, to at most three leading dimensions. Dimension i is paired with dimension i + D/2. The result
     is computed in float32 and rounded once. Bytes moved: x once, the result once.
     """
-    shape, dtype = x.shape, x.dtype
-    half = shape[-1] // 2
-    turns = cos.shape
+    shape, turns, half, dtype = x.shape, cos.shape, x.shape[-1] // 2, x.dtype
     if turns[-1] != half or cos.dtype is not dtype or sin.shape != turns or sin.dtype is not dtype:
         raise ValueError(f"angles {list(turns)} {cos.dtype}, {list(sin.shape)} {sin.dtype} for {list(shape)}")
     if x.stride(-1) != 1:

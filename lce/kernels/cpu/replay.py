@@ -7,13 +7,14 @@ alike in all layers, the kernels of one layer's serve the later ones.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,24 +24,25 @@ from lce.kernels.cpu.kernel import recording
 from lce.kernels.cpu.layer_jobs import LayerJobs, Range
 from lce.kernels.cpu.threads import Call, Jobs, run_jobs
 from lce.profiling import is_profiling
+from lce.progress import notice
 
 # The operators that may be called between kernels, by their names without overload: they compute nothing.
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in "view _unsafe_view reshape _reshape_alias split_with_sizes split chunk slice select transpose t "
-    "permute unsqueeze squeeze expand alias detach as_strided narrow".split()
+    "permute unsqueeze squeeze expand alias detach as_strided narrow unflatten".split()
 )
 _IDLE = _VIEWS | {"aten.empty", "aten.empty_like", "aten.new_empty"}
 _TEMPLATE = 1  # the number of the attention whose kernels serve all later layers: the first prepares what all share
 
 
 class _Watch(TorchDispatchMode):
-    """Keeps the memory that operators allocate, so that no address is used twice, and notes whether any computes."""
+    """Keeps the memory that operators allocate, so that no address is used twice, and notes the first that computes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held: list[Any] = []
-        self.computes = False
+        self.computed = ""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -50,7 +52,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         is_view, is_idle = _kind_of(func)
-        self.computes |= not is_idle
+        self.computed = self.computed or ("" if is_idle else str(func))
         if not is_view:
             self.held.append(found)
         return found
@@ -64,20 +66,6 @@ def _kind_of(operator: Any) -> tuple[bool, bool]:
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class AlikeAttend(Protocol):
-    """Attention of `n_lanes` tokens, each of its own text, that may be alike in all layers."""
-
-    n_lanes: int
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-    def memory(self) -> Sequence[Sequence[Range]] | None:
-        """Prepare all layers for the pass' tokens, and return the memory of each layer's keys and values.
-
-        None: one layer's attention does not tell what the other layers' would do.
-        """
 
 
 class _Recording:
@@ -119,9 +107,13 @@ class _Recording:
         return answer
 
     def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
-        """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does."""
+        """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does.
+
+        `attend.memory()`, if any, prepares all layers and returns the memory of each layer's keys and values; None if
+        one layer's attention does not tell what that of the others would do.
+        """
         self.x.copy_(x)
-        memory = attend.memory() if self.alike and hasattr(attend, "memory") else None  # see `AlikeAttend`
+        memory = attend.memory() if self.alike and hasattr(attend, "memory") else None
         for number, part in enumerate(self.parts):
             part.run()
             if number < len(self.asked):
@@ -133,7 +125,7 @@ class _Recording:
                     self.kept = True
                     return layers(x, _resumed([*self.answers[:number], answer], attend))
                 self._put(number, answer)
-                if template and not watch.computes:
+                if template and not watch.computed:
                     self._replay_alike(calls, answer, template)
                     break
                 self.alike = self.alike and not template
@@ -189,32 +181,23 @@ def _resumed(answers: Sequence[Tensor], attend: Attend) -> Attend:
     return resumed
 
 
-class _Held(threading.local):
-    """A thread's recordings by the number of lanes; False: a pass cannot be replayed, None: it is to be recorded."""
-
-    def __init__(self) -> None:
-        self.recordings: dict[int, _Recording | bool | None] = {}
-
-
 class Replays:
     """A model's recorded passes of one token of each of n lanes: for each thread and n, one."""
 
     def __init__(self) -> None:
-        self._local = _Held()
+        self._local, self._told = threading.local(), False
 
     def run(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
-        """Return `layers(x, attend)` for `x [T, hidden]`; on a CPU, the second pass of T lanes replays the first.
+        """Return `layers(x, attend)` for a token of each of n lanes, `x [n, hidden]`; on a CPU, replay an earlier pass.
 
-        `attend.n_lanes`, 1 if `attend` does not have it, says how many lanes there are. Nothing is replayed unless
-        each has one token, if an operator of PyTorch computes anything between two kernels, or while a profile is
-        taken. Replayed results have the same bits. Bytes kept: the activations of T tokens in each layer.
+        Nothing is replayed if an operator of PyTorch computes anything between two kernels, which a notice says once,
+        or while a profile is taken. Replayed results have the same bits. Bytes kept: n activations in each layer.
         """
         n = len(x)
-        if n != getattr(attend, "n_lanes", 1) or not x.is_cpu or not torch.is_inference_mode_enabled():
-            return layers(x, attend)
-        held = self._local.recordings
+        # By the number of lanes; False: a pass cannot be replayed, None: it is to be recorded.
+        held: dict[int, _Recording | bool | None] = vars(self._local).setdefault("held", {})
         found = held.get(n)
-        if found is False or is_profiling():
+        if found is False or not x.is_cpu or not torch.is_inference_mode_enabled() or is_profiling():
             return layers(x, attend)
         held[n] = None  # and so it stays if attention raises an error, which may keep vectors
         if isinstance(found, _Recording):
@@ -222,6 +205,9 @@ class Replays:
         else:
             found = _Recording(x, layers, attend)
             result = found.result.clone()
+            if found.watch.computed and not self._told:
+                self._told = True
+                notice(f"steps are not recorded: {found.watch.computed} computes between kernels", logging.DEBUG)
         # What attention keeps must not be written again: the next pass is recorded with memory of its own.
-        held[n] = None if found.kept else False if found.watch.computes else found
+        held[n] = None if found.kept else False if found.watch.computed else found
         return result

@@ -1,5 +1,8 @@
 """A decode step that replays the kernels of an earlier one computes the same as the model's own code."""
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,17 +18,18 @@ from lce.kernels.cpu.layer_jobs import LayerJobs
 from lce.kernels.cpu.replay import Replays
 from lce.kernels.cpu.threads import Jobs
 from lce.methods.step import Step
+from lce.models.layers import Layer, families
+from lce.weights.gguf_packed import SCHEMES
 from lce.weights.packed import Stacked
-from tests.checkpoints import save_tiny, tokens
+from tests.checkpoints import TINY, save_tiny, tokens
 from tests.command import together
 from tests.gguf_models import as_saved, save_gguf
 
 T = TypeVar("T")
-FAMILIES = {  # and whether their steps are replayed: PyTorch adds and converts between kernels in the others
-    ("LlamaForCausalLM", "llama"): True,
-    ("Qwen3ForCausalLM", "qwen3"): True,
-    ("Gemma3ForCausalLM", "gemma3_text"): False,
-}
+KNOBS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}  # by default it needs maps that were learned
+NESTED = {"gemma3": "gemma3_text", "mistral3": "ministral3"}  # the family of the text model
+CONVERTING = ("llama", "qwen3", "gemma3_text", "olmo2", "phi3")  # each with norms of its own, or channels in an order
+QUICK = ("Q4_K", "Q6_K", "Q8_0")  # kernels of a layout compile for some seconds
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +68,68 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> list[LayerJobs]:
     return calls_of(LayerJobs, "set", monkeypatch)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("names", FAMILIES, ids=lambda names: names[1])
-def test_a_replayed_step_has_the_same_bits(
-    names: tuple[str, str], dtype: str, replayed: list[Jobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def save_family(folder: Path, kind: str, **changes: Any) -> Path:
+    text = NESTED.get(kind, kind)
+    own = {"architectures": [families()[text].architecture], "model_type": text}
+    own |= {"partial_rotary_factor": 0.75, "sliding_window": 32} if kind == "phi3" else {}
+    if kind in NESTED:
+        own = {"architectures": [families()[kind].architecture], "model_type": kind, "text_config": TINY | own}
+    return save_tiny(folder, **own, **changes)
+
+
+def assert_recorded(load: Callable[..., lce.Engine], replayed: list[Jobs], *methods: lce.Method) -> None:
+    """Steps of one context and of three are replayed, with the bits of those that are not recorded."""
+
+    def answers(method: lce.Method) -> list[Any]:
+        engine = load(method=method)
+        three = engine.generate([tokens(30, seed=i) for i in range(3)], max_tokens=5, temperature=0, logprobs=1)
+        return [steps(engine), *(each.logprobs for each in three)]
+
+    for method in methods:
+        replayed.clear()
+        found = answers(method)
+        assert replayed, method
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+            assert found == answers(method), method
+
+
+CHUNKS = lce.methods.LongHeads(chunk_size=8)
+
+
+@pytest.mark.parametrize("kind", families())
+def test_steps_of_every_family_are_recorded(kind: str, replayed: list[Jobs], tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        folder = save_family(tmp_path, kind, torch_dtype=dtype)
+        assert_recorded(partial(lce.load, folder), replayed, lce.methods.Streaming(), CHUNKS)
+
+
+@pytest.mark.parametrize("weights", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("kind", CONVERTING)
+def test_steps_with_weights_of_every_type_are_recorded(
+    kind: str, weights: str, replayed: list[Jobs], tmp_path: Path
 ) -> None:
-    architecture, kind = names
-    save_tiny(tmp_path, architectures=[architecture], model_type=kind, torch_dtype=dtype)
-    found = {method: steps(lce.load(tmp_path, method=method)) for method in ("streaming", "longheads")}
-    assert bool(replayed) is FAMILIES[names]
-    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
-    assert found == {method: steps(lce.load(tmp_path, method=method)) for method in found}
+    name, folder = "dtype" if weights == "float16" else "weights", save_family(tmp_path, kind)
+    assert_recorded(partial(lce.load, folder, **{name: weights}), replayed, CHUNKS)
+    if name == "weights":
+        assert_recorded(partial(lce.load, folder, dtype="bfloat16", weights=weights), replayed, CHUNKS)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in [*SCHEMES, "F16", "BF16"]]
+)
+def test_steps_of_every_gguf_type_are_recorded(kind: str, replayed: list[Jobs], tmp_path: Path) -> None:
+    for family in ("llama", "gemma3_text"):
+        (tmp_path / family).mkdir()
+        kinds = {"sliding_window": 32, "layer_types": ["sliding_attention"] * 2} if family == "gemma3_text" else {}
+        model = as_saved(save_family(tmp_path / family, family, hidden_size=256, intermediate_size=256, **kinds))
+        file = save_gguf(tmp_path / family / "a.gguf", model, {"*norm*": "F32", "*": kind})
+        assert_recorded(partial(lce.load, file), replayed, lce.methods.Streaming())
+
+
+@pytest.mark.parametrize("name", lce.methods.available())
+def test_steps_of_every_method_are_recorded(name: str, replayed: list[Jobs], deep_model: Path) -> None:
+    assert_recorded(partial(lce.load, deep_model), replayed, lce.methods.make(name, KNOBS.get(name)))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -216,6 +271,22 @@ def test_a_profile_sees_the_steps_own_parts(tiny_model: Path, replayed: list[Job
     with lce.profiled(engine) as profile:
         steps(engine)
     assert profile.seconds["products"] > 0
+    assert not replayed
+
+
+def test_a_notice_says_once_why_steps_are_not_recorded(
+    tiny_model: Path, replayed: list[Jobs], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the level of the logger that `--debug` sets."""
+    project = Layer.project
+    monkeypatch.setattr(Layer, "project", lambda self, name, x, **how: project(self, name, x + 0, **how))
+    for level, n in ((logging.INFO, 0), (logging.DEBUG, 1)):
+        caplog.set_level(level, "lce")
+        engine = lce.load(tiny_model, method="streaming")
+        steps(engine)
+        steps(engine)
+        engine.generate([tokens(9)] * 3, max_tokens=3, temperature=0)
+        assert caplog.messages.count("steps are not recorded: aten.add.Tensor computes between kernels") == n
     assert not replayed
 
 
