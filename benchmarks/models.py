@@ -31,6 +31,15 @@ SHAPES = {
         "num_key_value_heads": 12,
         "vocab_size": 32000,
     },
+    # Four of the layers of a model of seven billion parameters.
+    "7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
 }
 WINDOW = 16384
 
@@ -101,10 +110,11 @@ _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 
 def write_gguf(folder: Path, path: Path) -> None:
-    """Write the weights of a Llama's folder as a GGUF file in bfloat16, norms in float32, without a vocabulary.
+    """Write the weights of a Llama's folder as a GGUF file in bfloat16, norms in float32.
 
     llama.cpp rotates neighbouring dimensions of a head, Hugging Face rotates halves. So the rows of q and k are
-    reordered, as by `convert_hf_to_gguf.py`. Needs the gguf package.
+    reordered, as by `convert_hf_to_gguf.py`. The vocabulary has three tokens, and the others are
+    unused. Needs the gguf package.
     """
     import gguf
     import torch
@@ -125,7 +135,12 @@ def write_gguf(folder: Path, path: Path) -> None:
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model("no_vocab")
+    unused = [f"<{i}>" for i in range(config["vocab_size"] - 3)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab", *unused])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 3 + [gguf.TokenType.UNUSED] * len(unused))
+    writer.add_token_merges(["a b"])
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  # it is no mapping
             x = file.get_tensor(name)

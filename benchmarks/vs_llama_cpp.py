@@ -1,7 +1,9 @@
 """Measures lce's speed relative to llama.cpp: the same GGUF files, on the same machine, in one run.
 
-    python benchmarks/vs_llama_cpp.py                                  # smollm2, six types of weights, three lengths
+    python benchmarks/vs_llama_cpp.py                                  # smollm2, eight types of weights, three lengths
     python benchmarks/vs_llama_cpp.py --quick                          # shorter texts, one run each
+    python benchmarks/vs_llama_cpp.py -m model.gguf --types Q4_K_M,Q6_K --lengths 512,8192 --models folder
+    python benchmarks/vs_llama_cpp.py --shape 7b --types Q4_K_M        # random weights, four layers of a 7B model
     python benchmarks/vs_llama_cpp.py --native .venv/bin/python --v3 llama-avx2/bin/python   # both levels of processor
 
 Needs llama-cpp-python in the Python given by `--native`, by default this one; without it, prints one line and exits
@@ -11,12 +13,16 @@ processor of x86-64-v3 (AVX2 without AVX-512), build a second one, in a virtual 
     CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-cache-dir --no-binary llama-cpp-python llama-cpp-python
     CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --no-cache-dir --no-binary llama-cpp-python llama-cpp-python
 
-The files are made of the model's own by llama.cpp: F32 unpacks it, and the others quantise it again. Each engine runs
-in its own process. They are measured in turns, so that a drift of the machine's speed affects both. Both have as many
-threads as there are cores. llama.cpp runs full attention with its flash attention, batches of 2048 and 512, keys and
-values in float16, and its time is that of `llama_decode`, with the logits of the last token and the likeliest token of
-a decode step; lce's is that of `generate`. The first decode step is not timed. Speeds are medians. Decode continues the
-text by some tokens in each turn. A text that takes long is read once.
+Built by GCC 12 for a processor with AMX, llama.cpp crashes at its first product: GCC's `_tile_loadconfig` says that it
+reads 8 of its 64 bytes. `asm volatile("" :: "r"(&tc) : "memory");` before its call in ggml-cpu/amx/mmq.cpp helps.
+
+The files are made of the model's own by llama.cpp: F32 unpacks it, and the others quantise it again. A model whose name
+ends with the type is taken as it is. Each engine runs in its own process. They are measured in turns, so that a drift
+of the machine's speed affects all. All have as many threads as there are cores. llama.cpp runs full attention with and
+without its flash attention, and the higher median counts. It has batches of 2048 and 512, keys and values in float16,
+and its time is that of `llama_decode`, with the logits of the last token and the likeliest token of a decode step;
+lce's is that of `generate`. The first decode step is not timed. Speeds are medians. Decode continues the text by some
+tokens in each turn. A text that takes long is read once.
 """
 
 from __future__ import annotations
@@ -34,16 +40,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from models import token_ids
+from models import SHAPES, make_checkpoint, token_ids, write_gguf
 from workers import Remote, serve
 
-TYPES = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M")  # llama.cpp's names of types of weights
+TYPES = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K")  # llama.cpp's names of types of weights
 CHECKED = 32  # tokens whose last logits are compared
 LEVELS: dict[str, dict[str, str]] = {
     "native": {},
     "v3": {"LCE_CPU": "v3", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
 LONG = 2048  # tokens; a longer text is read once
+FLASH = ("on", "off")  # llama.cpp's flash attention
 
 
 class Lce:
@@ -87,6 +94,14 @@ class Lce:
             self.engine.prefill([1], context=self.context)
         return [work.weight_bytes // work.tokens + step.read_bytes, reading_speed(self.engine.setup.device)]
 
+    def file_bytes(self) -> int:
+        """Return the bytes of the file's weights that a decode step needs: all but an embedding that is not tied."""
+        from lce.weights.gguf_file import read_gguf
+
+        tensors = read_gguf(Path(self.path)).tensors
+        apart = "token_embd.weight" if "output.weight" in tensors else None
+        return sum(x.stop - x.start for name, x in tensors.items() if name != apart)
+
     def logits(self) -> list[float]:
         found: list[float] = self.engine.logits(token_ids(CHECKED))[-1].tolist()
         return found
@@ -111,10 +126,10 @@ class LlamaCpp:
         """Write a GGUF file with another type of weights."""
         quantise(model, kind, out)
 
-    def load(self, path: str, n_ctx: int, threads: int) -> None:
+    def load(self, path: str, n_ctx: int, threads: int, flash: bool = True) -> None:
         self.llm = self.api.Llama(
             path, n_ctx=n_ctx, n_batch=2048, n_ubatch=512, n_threads=threads, n_threads_batch=threads,
-            flash_attn=True, verbose=False,
+            flash_attn=flash, verbose=False,
         )  # fmt: skip
         self.context = self.llm._ctx.ctx
 
@@ -180,28 +195,36 @@ def quantise(model: str | Path, kind: str, out: str | Path) -> None:
     os.replace(draft, out)
 
 
-def measure(args: argparse.Namespace, ours: Remote, theirs: Remote, path: Path, threads: int) -> dict[str, Any]:
-    """Return the medians of one file: by length, the tokens a second of both engines, and the share of reading."""
+def measure(args: argparse.Namespace, ours: Remote, theirs: list[Remote], path: Path, threads: int) -> dict[str, Any]:
+    """Return the figures of one file, for each length too.
+
+    `prefill`, `decode` and `file_times` have three values: lce's, and llama.cpp's with and without flash attention.
+    The first two are medians in tokens a second. `file_times` compares a decode step with reading the weights once.
+    """
     n_ctx = -(-(max(args.lengths) + (args.repeats + 1) * (args.new_tokens + 2) + 8) // 256) * 256
-    theirs.ask("load", path=str(path), n_ctx=n_ctx, threads=threads)
+    for engine, flash in zip(theirs, FLASH, strict=True):
+        engine.ask("load", path=str(path), n_ctx=n_ctx, threads=threads, flash=flash == "on")
     dtype = ours.ask("load", path=str(path), n_ctx=n_ctx, threads=threads)
-    a, b = ours.ask("logits"), theirs.ask("logits")
+    a, b = ours.ask("logits"), theirs[0].ask("logits")
     error = max(abs(x - y) for x, y in zip(a, b, strict=True)) / max(map(abs, a))
-    found: dict[str, Any] = {"dtype": dtype, "logits_differ": error, "lengths": {}}
-    for engine in (ours, theirs):  # compiles kernels, and does not count
+    file_bytes, engines = ours.ask("file_bytes"), (ours, *theirs)
+    found: dict[str, Any] = {"dtype": dtype, "logits_differ": error, "file_bytes": file_bytes, "lengths": {}}
+    for engine in engines:  # compiles kernels, and does not count
         engine.ask("prefill", length=min(args.lengths))
         engine.ask("decode", n_tokens=2)
     for length in args.lengths:
         speeds: dict[str, list[list[float]]] = {"prefill": [], "decode": []}
         for _ in range(args.repeats if length <= LONG else 1):
-            speeds["prefill"].append([engine.ask("prefill", length=length) for engine in (ours, theirs)])
+            speeds["prefill"].append([engine.ask("prefill", length=length) for engine in engines])
         read_bytes, reading = ours.ask("reading")
         for _ in range(args.repeats):
-            speeds["decode"].append([engine.ask("decode", n_tokens=args.new_tokens) for engine in (ours, theirs)])
+            speeds["decode"].append([engine.ask("decode", n_tokens=args.new_tokens) for engine in engines])
         medians = {what: [statistics.median(x) for x in zip(*runs, strict=True)] for what, runs in speeds.items()}
         reading = max(reading, ours.ask("reading")[1])
         share = read_bytes * medians["decode"][0] / reading
-        found["lengths"][length] = {**medians, "reading": reading, "read_bytes": read_bytes, "share": share}
+        times = [reading / speed / file_bytes for speed in medians["decode"]]
+        measured = {"reading": reading, "read_bytes": read_bytes, "share": share, "file_times": times}
+        found["lengths"][length] = {**medians, **measured}
         print(f"{path.stem} {length}: {found['lengths'][length]}", file=sys.stderr, flush=True)
     return found
 
@@ -215,11 +238,26 @@ def table(lengths: list[int], rows: dict[str, dict[str, Any]]) -> str:
         for what in ("prefill", "decode"):
             for length in lengths:
                 at = row["lengths"][length]
-                own, other = at[what]
+                own, *others = at[what]
+                other, flash = max(zip(others, FLASH, strict=True))
                 share = f", {at['share']:.2f}" if what == "decode" else ""
-                cells.append(f"**{own / other:.2f}** {own:,.{int(own < 100)}f}{share}")
+                cells.append(f"**{own / other:.2f}** {own:,.{int(own < 100)}f}{share}, {flash}")
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def remark(kind: str, row: dict[str, Any]) -> str:
+    """Return a line about one type of weights."""
+    times = [
+        f"{own:.2f} and {min(others):.2f} after {length:,}"
+        for length, at in row["lengths"].items()
+        for own, *others in [at["file_times"]]
+    ]
+    return (
+        f"{kind}: lce uses {row['dtype']}; logits differ by {row['logits_differ']:.3f} of the largest. "
+        f"A decode step of lce and of llama.cpp takes this many times as long as reading the file's "
+        f"{row['file_bytes'] / 1e6:,.0f} MB once: {', '.join(times)}."
+    )
 
 
 def physical_cores() -> int:
@@ -237,7 +275,8 @@ def physical_cores() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="a GGUF file, or a name of one that lce knows")
+    parser.add_argument("--model", "-m", default="smollm2", help="a GGUF file, or a name of one that lce knows")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead; needs the gguf package")
     parser.add_argument(
         "--native", metavar="PYTHON", help="has llama.cpp built for this processor; default: this Python"
     )
@@ -267,39 +306,53 @@ def main() -> None:
     compare(args, pythons)
 
 
+def source(args: argparse.Namespace, folder: Path) -> Path:
+    """Return the GGUF file of the model, or one of random weights made once in `folder`."""
+    import lce
+
+    if args.shape:
+        path = folder / f"{args.shape}.BF16.gguf"
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as draft:
+                make_checkpoint(Path(draft), SHAPES[args.shape], "bfloat16")
+                write_gguf(Path(draft), path)
+        return path
+    named = Path(args.model)
+    return named if named.is_file() else Path(lce.info(args.model).folder)
+
+
 def compare(args: argparse.Namespace, pythons: dict[str, str]) -> None:
     """Measure each level of processor, and print its table."""
-    import lce
     from lce_lab.bench import machine
 
     threads, found = args.threads or physical_cores(), dict[str, Any]()
-    named = Path(args.model)
-    model = named if named.is_file() else Path(lce.info(args.model).folder)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.models or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        model = source(args, folder)
         for level, python in pythons.items():
-            ours, theirs = Remote(__file__, "lce", env=LEVELS[level]), Remote(__file__, "llama.cpp", python)
-            build, rows = theirs.ask("build"), dict[str, Any]()
+            ours = Remote(__file__, "lce", env=LEVELS[level])
+            theirs = [Remote(__file__, "llama.cpp", python) for _ in FLASH]
+            build, rows = theirs[0].ask("build"), dict[str, Any]()
             if level == "v3" and "AVX512" in build:
                 raise SystemExit(f"llama.cpp of {python} uses {build}; expected one built with -DGGML_NATIVE=OFF")
             for kind in args.types.split(","):
-                path = folder / f"{model.stem}.{kind}.gguf"
+                path = model if model.stem.endswith(kind) else folder / f"{model.stem}.{kind}.gguf"
                 if not path.exists():
-                    theirs.ask("make", model=str(model), kind=kind, out=str(path))
+                    theirs[0].ask("make", model=str(model), kind=kind, out=str(path))
                 rows[kind] = measure(args, ours, theirs, path, threads)
             speeds = [at["reading"] / 1e9 for row in rows.values() for at in row["lengths"].values()]
             print(
                 f"\n{machine()}, {level}; {threads} threads; llama.cpp {build}. {model.stem}: lce / llama.cpp, lce's "
-                f"tokens a second, and decode's share of the reading speed, {min(speeds):.0f} to {max(speeds):.0f} "
-                f"GB/s.\n\n{table(args.lengths, rows)}\n",
+                f"tokens a second, decode's share of the reading speed, {min(speeds):.0f} to {max(speeds):.0f} GB/s, "
+                f"and whether llama.cpp was faster with flash attention on or off.\n\n{table(args.lengths, rows)}\n",
                 flush=True,
             )
             for kind, row in rows.items():
-                print(f"{kind}: lce uses {row['dtype']}; logits differ by {row['logits_differ']:.3f} of the largest")
+                print(remark(kind, row))
             found[level] = {"llama_cpp": build, "rows": rows}
-            ours.close()
-            theirs.close()
+            for engine in (ours, *theirs):
+                engine.close()
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "threads": threads, "levels": found}, indent=1))
 

@@ -120,7 +120,7 @@ def main() -> None:
     import transformers
 
     print(f"{machine()}, transformers {transformers.__version__}; medians of {args.repeats}", flush=True)
-    for shape in args.shape or SHAPES:
+    for shape in args.shape or ["tinyllama", "small"]:
         for dtype in args.dtype or ["float32", "bfloat16"]:
             with tempfile.TemporaryDirectory() as folder:
                 make_checkpoint(Path(folder), SHAPES[shape], dtype)

@@ -34,13 +34,20 @@ def test_the_same_weights_give_the_same_logits(tmp_path: Path, kv_heads: int) ->
     assert min(worker.prefill(40), worker.decode(3)) > 0
 
 
-def test_a_row_has_ratios_speeds_and_the_share_of_reading() -> None:
-    at = {512: {"prefill": [3000.0, 1500.0], "decode": [94.25, 89.1], "share": 0.618}}
+def test_a_row_has_ratios_speeds_the_share_of_reading_and_the_better_setting_of_flash_attention() -> None:
+    at = {512: {"prefill": [3000.0, 1200.0, 1500.0], "decode": [94.25, 89.1, 60.0], "share": 0.618}}
     assert vs_llama_cpp.table([512], {"Q4_0": {"lengths": at}}).splitlines() == [
         "| weights | prefill 512 | decode 512 |",
         "|---|---:|---:|",
-        "| Q4_0 | **2.00** 3,000 | **1.06** 94.2, 0.62 |",
+        "| Q4_0 | **2.00** 3,000, off | **1.06** 94.2, 0.62, on |",
     ]
+
+
+def test_a_remark_compares_a_step_with_reading_the_file_once() -> None:
+    at = {512: {"file_times": [1.5, 2.5, 2.25]}, 8192: {"file_times": [3.0, 4.0, 5.0]}}
+    row = {"dtype": "bfloat16", "logits_differ": 0.01, "file_bytes": 1e9, "lengths": at}
+    line = vs_llama_cpp.remark("Q6_K", row)
+    assert line.endswith("reading the file's 1,000 MB once: 1.50 and 2.25 after 512, 3.00 and 4.00 after 8,192.")
 
 
 @pytest.mark.slow
