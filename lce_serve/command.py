@@ -25,6 +25,7 @@ from lce.terminal.options import flag
 @flag("--cache-dir DIR", "Keep contexts of ended requests here, for later runs too.")
 @flag("--cache-budget SIZE", "The most bytes in that folder.", default=CACHE_BUDGET)
 @flag("--cache-memory SIZE", "The most memory for them.  [default: a quarter of what is free]")
+@flag("--repeatable", "Answers depend on their requests alone: answers in a history are read again.", is_flag=True)
 @flag("--context NAME=FILE", "Serve this file of `lce prefill` as MODEL@NAME; repeatable.", multiple=True)
 @flag("--ping SECONDS", "The longest silence of a stream.", type=click.FloatRange(min=0.1), default=5.0)
 @flag("--drain SECONDS", "How long streams may go on after a signal.", type=click.FloatRange(min=0), default=30.0)

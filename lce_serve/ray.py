@@ -176,6 +176,7 @@ class Arguments(pydantic.BaseModel, extra="forbid"):
     queue: int = 256
     cache_dir: str | None = None
     cache_budget: str = CACHE_BUDGET
+    repeatable: bool = False
     contexts: dict[str, str] = {}
     ping: float = 5.0
     drain: float = 30.0
@@ -192,7 +193,7 @@ def app(arguments: dict[str, Any]) -> Any:
     given = Arguments.model_validate(arguments)
     method = lce.methods.make(given.method, given.method_options)
     batch: dict[str, Any] = {"max_lanes": given.lanes, "max_waiting": given.queue}
-    batch |= {"cache_dir": given.cache_dir, "cache_budget": given.cache_budget}
+    batch |= {"cache_dir": given.cache_dir, "cache_budget": given.cache_budget, "repeatable": given.repeatable}
     loading = {"model": given.model, "method": method, "threads": given.threads, **given.load}
     load, key = Load(loading, batch, given.contexts), given.api_key or os.environ.get("LCE_API_KEY")
     served, metrics = given.name or served_name(given.model), given.open_metrics

@@ -43,6 +43,7 @@ def serve(
     cache_dir: str | None,
     cache_budget: str,
     cache_memory: str | None,
+    repeatable: bool,
     context: tuple[str, ...],
     ping: float,
     name: str | None,
@@ -66,7 +67,7 @@ def serve(
     hosts = (*Settings.hosts, host.lower())
     settings = Settings(served, api_key, cors, hosts, open_metrics, ping_s=ping, drain_s=drain)
     batch: dict[str, Any] = {"max_lanes": lanes, "max_waiting": queue}
-    batch |= {"cache_dir": cache_dir, "cache_budget": cache_budget}
+    batch |= {"cache_dir": cache_dir, "cache_budget": cache_budget, "repeatable": repeatable}
     if cache_memory is not None:
         batch["cache_memory"] = in_bytes(cache_memory, "--cache-memory") // replicas
     load = Load({"model": model, **methods, **loading}, batch, contexts_of(context))

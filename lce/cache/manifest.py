@@ -52,7 +52,7 @@ class Manifest:
     `file_id` is random, and the checksums of the file's rows depend on it. `identity` names the model and the method,
     `pages` the shape and format of a page, `text` is a hash of the tokens. `read` rows are in the cache, and the file
     has space for `capacity` rows. `announced` is the length to which the user said that the context would grow. A row
-    is a token, unless tokens were `evicted`.
+    is a token, unless tokens were `evicted`. None of the first `only_read` tokens was generated.
     """
 
     raw: Mapping[str, Any]
@@ -65,16 +65,23 @@ class Manifest:
     read: int
     announced: int
     evicted: Eviction
+    only_read: int
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> "Manifest":
         """Return the manifest in the JSON object `raw`. Raises `DataError` for wrong types and impossible numbers."""
         fields: dict[str, Any] = {name: raw.get(name) for name in _FIELDS}
-        evicted, version = _eviction_of(raw), raw.get("lce")
-        if evicted is None or any(type(fields[name]) is not kind for name, kind in _FIELDS.items()):
+        evicted, version, only_read = _eviction_of(raw), raw.get("lce"), raw.get("only_read", 0)  # older files lack it
+        if (
+            evicted is None
+            or type(only_read) is not int
+            or any(type(fields[name]) is not kind for name, kind in _FIELDS.items())
+        ):
             raise contradiction(path)
-        manifest = cls(raw, version=version if isinstance(version, str) else "", evicted=evicted, **fields)
+        fields |= {"evicted": evicted, "only_read": only_read}
+        manifest = cls(raw, version=version if isinstance(version, str) else "", **fields)
         possible = evicted.n_rows <= manifest.read <= manifest.capacity <= MOST_TOKENS
+        possible = possible and 0 <= only_read <= manifest.n_tokens
         if not (possible and 0 <= manifest.announced <= MOST_TOKENS and _FILE_ID.fullmatch(manifest.file_id)):
             raise contradiction(path)
         return manifest

@@ -64,6 +64,7 @@ class Batch(Unique):
         cache_budget: int | str = CACHE_BUDGET,
         cache_memory: int | str | None = None,
         *,
+        repeatable: bool = False,
         reuse: bool = True,
     ) -> None:
         """Begin a batch: see `Engine.batch`. Without `reuse`, no context is kept for later requests."""
@@ -79,7 +80,7 @@ class Batch(Unique):
                 raise UsageError(f"cache_dir is {shown(str(folder))}: {error.strerror}; name another folder") from None
         quarter = (free_host_memory() or 8 << 30) // 4
         memory = quarter if cache_memory is None else in_bytes(cache_memory, "cache_memory")
-        self._prefixes = PrefixCache(folder, memory, budget, reuse)
+        self._prefixes = PrefixCache(folder, memory, budget, reuse, repeatable)
         self._choosing = threading.Lock()  # for `_using`, so that each method has one setup
         self._using = lru_cache(MOST_METHODS)(setup.using)
         self._prefixes.learn(setup)

@@ -94,18 +94,21 @@ class Engine(Unique):
         cache_dir: str | Path | None = None,
         cache_budget: int | str = CACHE_BUDGET,
         cache_memory: int | str | None = None,
+        repeatable: bool = False,
     ) -> Batch:
         """Begin a batch, which runs many requests at once.
 
         Up to `max_lanes` requests run, and `max_waiting` more wait; further ones are refused. Contexts of ended
         requests are kept, and of a prompt that begins with a kept context's tokens only the rest is read. In the folder
         `cache_dir`, contexts are also kept as files of up to `cache_budget` bytes in all, which outlive the process. In
-        memory, kept contexts take up to `cache_memory` bytes, by default a quarter of the free memory.
+        memory, kept contexts take up to `cache_memory` bytes, by default a quarter of the free memory. With
+        `repeatable`, no generated token is kept: an answer depends on its request alone, not on those before.
         """
         from lce.engine.batch import Batch
 
         self.setup.check_undivided("a batch", "ask prompt by prompt, with Engine.generate or stream")
-        return Batch(self.setup, max_lanes, max_waiting, cache_dir, cache_budget, cache_memory)
+        kept = cache_dir, cache_budget, cache_memory
+        return Batch(self.setup, max_lanes, max_waiting, *kept, repeatable=repeatable)
 
     def prefill(
         self,

@@ -39,24 +39,28 @@ class PrefillJob:
     def start(self, before: ContextData | None = None) -> ContextData:
         """Resume the job at its last checkpoint, or begin the job after a copy of the context `before`."""
         resumed = os.path.lexists(self.state) and os.path.lexists(self.part)
-        cache, logits = self._resume() if resumed else self._begin(before)
+        cache, logits, only_read = self._resume() if resumed else self._begin(before)
         self.n_written = cache.length
-        return ContextData(cache, self.token_ids, logits, self.announced)
+        return ContextData(cache, self.token_ids, logits, self.announced, only_read=only_read)
 
-    def _begin(self, before: ContextData | None) -> tuple[KVCache, Tensor | None]:
+    def _begin(self, before: ContextData | None) -> tuple[KVCache, Tensor | None, int]:
         remove_leftover(self.part)
         if os.path.lexists(self.part):
             raise DataError(f"{named(self.part)} is being written by another process; wait, or name another file")
         remove_leftover(self.state)
         self._draft = draft = Draft.create(self.part, self.layout)
         if before is None or not before.cache.length:
-            return KVCache.empty(self.layout.cache, self.layout.n_tokens, draft.rows), None
+            return KVCache.empty(self.layout.cache, self.layout.n_tokens, draft.rows), None, 0
         write_rows(before.cache, draft.rows)
         tensors = {name: x.clone() for name, x in before.cache.tensors().items()}
-        return restored(self.layout.cache, draft.rows, before.cache.length, tensors, own=True), before.logits
+        return (
+            restored(self.layout.cache, draft.rows, before.cache.length, tensors, own=True),
+            before.logits,
+            before.only_read,
+        )
 
-    def _resume(self) -> tuple[KVCache, Tensor | None]:
-        """Return the cache and the logits of the last checkpoint: a context file without keys and values."""
+    def _resume(self) -> tuple[KVCache, Tensor | None, int]:
+        """Return what the last checkpoint, a context file without keys and values, has of the context."""
         path, files = self.state, self.files
         remedy = f"remove it and {named(self.part.name)}, or name another file"
         try:
@@ -73,7 +77,7 @@ class PrefillJob:
             raise DataError(f"{named(path)} was begun with a length of {begun}; give --length {begun}, or {remedy}")
         self._draft = draft = Draft(self.part, self.layout, manifest.file_id)
         found = files.data_of(path, Snapshot(manifest, tensors, draft.rows), own=True)
-        return found.cache, found.logits
+        return found.cache, found.logits, found.only_read
 
     def checkpoint(self, data: ContextData) -> None:
         """Write a checkpoint, at which an interrupted job resumes. Writes new keys and values, and `data.tensors()`."""

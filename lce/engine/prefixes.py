@@ -38,13 +38,16 @@ class PrefixCache(Unique):
     """The contexts that a batch keeps; any thread may use it. `memory` and `disk` are budgets in bytes.
 
     Without a `folder` nothing is written. `changed` is notified when something happens for which a request may wait.
-    Without `reuse`, every prompt is read whole, and no context is kept.
+    Without `reuse`, every prompt is read whole, and no context is kept. With `repeatable`, of a context only the tokens
+    before the first generated one are kept and used.
     """
 
     _instead = "make another batch"
 
-    def __init__(self, folder: Path | None, memory: int, disk: int, reuse: bool = True) -> None:
-        self.memory, self.reuse, self.changed = memory, reuse, threading.Condition()
+    def __init__(
+        self, folder: Path | None, memory: int, disk: int, reuse: bool = True, repeatable: bool = False
+    ) -> None:
+        self.memory, self.reuse, self.repeatable, self.changed = memory, reuse, repeatable, threading.Condition()
         self._lock = threading.RLock()
         self._entries = Entries()
         self._files = None if folder is None else KeptFiles(folder, disk, self._entries, self._lock, self._saved)
@@ -53,7 +56,7 @@ class PrefixCache(Unique):
         """Learn which contexts of an engine have files, so that no request has to: 7 ms for each 100,000 tokens."""
         if self._files is not None:
             with self._lock:
-                self._files.scan(group_of(setup, setup.rope_of(1)))
+                self._files.scan(group_of(setup, setup.rope_of(1), self.repeatable))
 
     def beginning(self, request: Request, running: Sequence[Request]) -> tuple[Context | None, bool]:
         """Return the context with which a request's prompt begins, if any, and whether to wait for a better one.
@@ -62,20 +65,21 @@ class PrefixCache(Unique):
         read for another request, ask again later.
         """
         setup, start = request.setup, request.start
-        before = [] if start is None else start.token_ids
+        before, n_least = ([], 0) if start is None else (start.token_ids, start.cache.n_tokens)
         request.n_before = len(before)
-        if self.reuse and (start is None or not start.cache.fixed):
+        is_drawn = self.repeatable and start is not None and start.only_read < n_least
+        if self.reuse and not is_drawn and (start is None or not start.cache.fixed):
             rope = setup.rope_of(len(request.ids) + request.options.max_tokens) if start is None else start.rope
-            group = group_of(setup, rope)
+            group = group_of(setup, rope, self.repeatable)
             with self._lock:
                 if self._files is not None:
                     self._files.scan(group)
-                if request.chat is not None:
+                if request.chat is not None and not self.repeatable:
                     request.ids = self._spelled(request, group, before)
                     request.result.stats.prompt_tokens = len(request.ids)
                 wanted = np.asarray([*before, *request.ids], dtype=np.int32)
                 context, is_busy = self._longest(request, group, wanted, running)
-            if context is not None or is_busy:
+            if is_busy or (context is not None and context.cache.n_tokens >= n_least):  # a cut may go far back
                 return context, is_busy
         return None if start is None else start.fork(), False
 
@@ -85,8 +89,9 @@ class PrefixCache(Unique):
         """Return a context that holds the longest known prefix of `wanted`, and whether it is being saved or read."""
         setup, known, n_used, n_ready, used = request.setup, request.n_before, 0, 0, None
         for each, state in ((each.context, each.state) for each in running if each.setup is setup):
-            if each is not None and not each.cache.fixed and group_of(setup, each.rope) == group:
-                n = common(np.asarray(each.token_ids, np.int32), wanted)
+            if each is not None and not each.cache.fixed and group_of(setup, each.rope, self.repeatable) == group:
+                n_usable = each.only_read if self.repeatable and state == "decode" else None
+                n = common(np.asarray(each.token_ids[:n_usable], np.int32), wanted)
                 if n > n_used:
                     n_used, n_ready, used = n, n if state == "decode" else min(n, each.cache.n_tokens), each
         while True:  # until no damaged file is found
@@ -95,13 +100,13 @@ class PrefixCache(Unique):
                 if 2 * (n_used - n_ready) > len(wanted) - n_ready:  # another request reads most of the prompt just now
                     return None, True
                 if n_ready > max(n, known) and _is_worth(n_ready, len(used)):
-                    return _cut(used.fork(), n_ready), False
+                    return self._cut(used.fork(), n_ready), False
             if entry is None or n <= known or not (n == len(entry.ids) or _is_worth(n, len(entry.ids))):
                 return None, False
             if entry.busy:
                 return None, True
             if (context := self._taken(setup, entry, n)) is not None:
-                return _cut(context, n), False
+                return self._cut(context, n), False
 
     def _taken(self, setup: Setup, entry: Entry, n_tokens: int) -> Context | None:
         """Return an entry's context, or a fork if it has more than `n_tokens`; None if its file cannot be used."""
@@ -144,10 +149,12 @@ class PrefixCache(Unique):
         Kept contexts that `context` continues are given up, unless its state may not go back so far. If `context`
         continues a given context, only the given one is saved.
         """
-        if not self.reuse or len(context) <= request.n_before or context.cache.fixed or not context.cache.length:
+        if not self.reuse or context.cache.fixed:
+            return
+        if len(self._cut(context, len(context))) <= request.n_before or not context.cache.length:
             return
         ids = np.asarray(context.token_ids, np.int32)
-        entry = Entry(ids, group_of(request.setup, context.rope), context, used=time.time())
+        entry = Entry(ids, group_of(request.setup, context.rope, self.repeatable), context, used=time.time())
         with self._lock:
             for other in self._entries.prefixes(entry.group, ids):
                 if other.path is not None and not other.path.exists():  # another process has removed the file
@@ -234,6 +241,14 @@ class PrefixCache(Unique):
             return ids
         return [*best, *tokenizer.encode_parts(chat, len(best_text))]
 
+    def _cut(self, context: Context, n_tokens: int) -> Context:
+        """Cut a context back to its first tokens; with `repeatable`, to those before the first generated one."""
+        n_tokens = min(n_tokens, context.only_read) if self.repeatable else n_tokens
+        del context.token_ids[n_tokens:]
+        if n_tokens < context.cache.n_tokens:
+            context.cache.truncate(context.cache.nearest(n_tokens))
+        return context
+
     @property
     def memory_bytes(self) -> int:
         """The bytes of the contexts in memory."""
@@ -253,9 +268,9 @@ class PrefixCache(Unique):
         return len(self._entries)
 
 
-def group_of(setup: Setup, rope: Rope) -> str:
+def group_of(setup: Setup, rope: Rope, repeatable: bool) -> str:
     """Return the name of the folder for contexts with this RoPE, of engines that can use each other's."""
-    digest = hashlib.sha256(json.dumps(setup.identity.facts, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(setup.identity.facts, sort_keys=True).encode() + b"repeatable" * repeatable)
     for each in (rope, *map(rope.of, dict.fromkeys(setup.model.config.layer_kinds))):
         digest.update(each.inv_freq.numpy().tobytes())  # some scalings depend on the announced length
     return digest.hexdigest()[:16]
@@ -264,11 +279,3 @@ def group_of(setup: Setup, rope: Rope) -> str:
 def _is_worth(n_tokens: int, length: int) -> bool:
     """Return whether a fork of a context of `length` tokens saves time if the first `n_tokens` are wanted."""
     return n_tokens >= LEAST_SHARED and n_tokens * FORKED_TOKENS >= length
-
-
-def _cut(context: Context, n_tokens: int) -> Context:
-    """Cut a context back to its first tokens."""
-    del context.token_ids[n_tokens:]
-    if n_tokens < context.cache.n_tokens:
-        context.cache.truncate(context.cache.nearest(n_tokens))
-    return context

@@ -32,7 +32,7 @@ class ContextData:
 
     The cache may lack the last of `token_ids`. `logits [vocab]` follow the last token in the cache. `announced` is the
     length announced for the context; some RoPE scalings depend on it. `source` names the file that was opened. `saves`
-    has the identities of the files that the context was opened from or saved to.
+    has the identities of the files that the context was opened from or saved to. `only_read` is that of `Context`.
     """
 
     cache: KVCache
@@ -41,6 +41,7 @@ class ContextData:
     announced: int = 0
     source: str | None = None
     saves: set[str] = field(default_factory=set)
+    only_read: int = 0
 
     def blame(self, error: BaseException) -> None:
         """Raise `DataError` if the opened file may have caused `error`: opening cannot check every tensor's shape."""
@@ -64,6 +65,7 @@ class ContextData:
             "capacity": draft.layout.n_tokens,
             "announced": self.announced,
             "read": self.cache.length,
+            "only_read": min(self.only_read, self.cache.n_tokens),
             "format": headers.EVICTED if self.cache.fixed else headers.FORMAT,
             **({"evicted": list(self.cache.evicted)} if self.cache.fixed else {}),
         }
@@ -195,7 +197,7 @@ class ContextFiles:
             raise contradiction(path) from None
         logits = tensors.get("logits")
         last = None if logits is None else logits.to(all_devices(self.layout)[-1])
-        return ContextData(cache, ids, last, manifest.announced, named(path), {manifest.file_id})
+        return ContextData(cache, ids, last, manifest.announced, named(path), {manifest.file_id}, manifest.only_read)
 
     def _ids_of(self, path: Path, snapshot: Snapshot) -> list[int]:
         """Return the token ids of an opened file. Raises `DataError` for ids or logits that cannot be the model's."""

@@ -1,8 +1,10 @@
 """An answer's bits follow from what was read and what was generated, and from nothing else."""
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,13 @@ import pytest
 import torch
 
 import lce
+from lce.cache.kv import off_grid
+from lce.engine.batch import Batch
 from lce.kernels.cpu import panels
 from lce.methods import available
 from tests.checkpoints import save_tiny, tokens
+from tests.command import within
+from tests.gguf_models import as_saved, save_gguf
 from tests.running import threads
 
 # Queries of a block choose, or are corrected, together; a block begins where a kept prompt ends. Where that is within a
@@ -80,11 +86,11 @@ def never_stopped(engine: lce.Engine, ids: Sequence[int]) -> lce.Context:
     return context
 
 
-def random_cuts(chance: random.Random) -> list[int]:
+def random_cuts(chance: random.Random, n: int = N) -> list[int]:
     cuts, at = [], 0
-    while (at := at + chance.choice([1, 1, 2, 5, 8, 9, 31, 64, 100])) < N:
+    while (at := at + chance.choice([1, 1, 2, 5, 8, 9, 31, 64, 100])) < n:
         cuts.append(at)
-    return cuts[: chance.randint(1, len(cuts))]
+    return cuts[: chance.randint(min(1, len(cuts)), len(cuts))]
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(each, marks=SLOW) for each in KINDS[1:])], ids=str)
@@ -148,3 +154,160 @@ def test_no_lanes_beside_it(name: str, folder: Path) -> None:
             return await asyncio.gather(*map(one, prompts))
 
     assert asyncio.run(together()) == alone
+
+
+# What `test_random_ways` draws from. More cases: LCE_BITS_CASES=2000 pytest tests/engine/test_bits.py -k random_ways-8
+PACKED = ("int8", "int4", "Q4_0", "Q8_0", "Q5_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
+WEIGHTS = [*KINDS, *({"dtype": dtype, "weights": kind} for dtype in ("float32", "bfloat16") for kind in PACKED)]
+TALKS = [((170, 8), (40, 6)), ((129, 3), (1, 8)), ((64, 8), (97, 4)), ((17, 5), (9, 8))]  # tokens read and generated
+HOW: dict[str, Any] = {"temperature": 0, "logprobs": 0, "stop": []}
+
+
+@dataclass
+class Way:
+    """A way to read and to generate. `chance` draws cuts, stops, forks, restarts, kept prefixes and lanes beside it.
+
+    Without `chance` there are none of these. `restart` is as for `answer`.
+    """
+
+    engine: lce.Engine
+    restart: Callable[[lce.Context], Any] | None = None
+    chance: random.Random | None = None
+
+    def talk(self, turns: Sequence[tuple[int, int]]) -> tuple[list[Said], torch.Tensor | None]:
+        """Read and generate as many tokens as `turns` say; return the answers, and the logits at the end."""
+        context, said = self.engine.new_context(2 * N), []
+        for n_read, n in turns:
+            ids = tokens(n_read, seed=n_read)
+            cuts = self.cuts(context, n_read) if self.may() else []
+            for first, last in pairwise((0, *cuts)):
+                context = self.moved(self.engine.prefill(ids[first:last], context=context))
+            ask = self.beside if self.may() else self.alone
+            answer, context = ask(ids[cuts[-1] if cuts else 0 :], context, n)
+            said.append(answer)
+        return said, self.moved(context).logits
+
+    def may(self) -> bool:
+        return self.chance is not None and self.chance.random() < 0.5
+
+    def cuts(self, context: lce.Context, n: int) -> list[int]:
+        """Where `n` tokens behind a context are cut: where blocks end, if blocks decide what is chosen."""
+        assert self.chance is not None
+        if self.engine.setup.method.label not in BY_BLOCKS:
+            return random_cuts(self.chance, n)
+        block = self.engine.setup.block
+        first = block - off_grid(context.cache) - len(context.uncached)
+        return [end for end in range(first, n, block) if end > 0 and self.may()]
+
+    def moved(self, context: lce.Context) -> lce.Context:
+        if self.may():
+            return context.fork() if self.may() else context
+        if self.may() and self.restart is not None:
+            self.engine, context = self.restart(context)
+        return context
+
+    def alone(self, ids: Sequence[int], context: lce.Context, n: int) -> tuple[Said, lce.Context]:
+        """The answer of the loop over one context, which may stop on the way."""
+        said, logprobs = list[int](), list[float]()
+        stops = random_cuts(self.chance, n) if self.chance and self.may() else []
+        for first, last in pairwise((0, *stops, n)):
+            context = self.moved(context) if first else context
+            found = self.engine.generate([] if first else ids, context=context, max_tokens=last - first, **HOW)
+            said, logprobs = said + found.token_ids, logprobs + [each.logprob for each in found.logprobs or ()]
+            if found.finish_reason != "length":
+                break
+        return (said, logprobs), context
+
+    def beside(self, ids: Sequence[int], context: lce.Context, n: int) -> tuple[Said, lce.Context]:
+        """The answer of a batch, which may keep a beginning of the prompt, beside up to seven others."""
+        chance, by_blocks = self.chance, self.engine.setup.method.label in BY_BLOCKS
+        assert chance is not None
+        with self.engine.batch(max_lanes=8) as batch:
+            kept = ids[: chance.choice([0, *self.cuts(context, len(ids))])]
+            if kept and (by_blocks or self.may()):
+                within(batch.read(kept, context=context).finish)
+            elif kept:
+                within(batch.stream([*kept, *tokens(50, seed=500)], context=context, max_tokens=4, stop=[]).finish)
+            others = [
+                batch.stream(
+                    [*([] if by_blocks else kept), *tokens(chance.randint(1, 60), seed=i + 300)],
+                    context=context if self.may() else None,
+                    max_tokens=chance.randint(1, 12),
+                )
+                for i in range(chance.randint(0, 7))
+            ]
+            stream = batch.stream(ids, context=context, keep_context=True, max_tokens=n, **HOW)
+            found, *_ = [within(each.finish) for each in (stream, *others)]
+        assert stream.context is not None
+        return (found.token_ids, [each.logprob for each in found.logprobs or ()]), stream.context
+
+
+@pytest.mark.timeout(100_000)
+@pytest.mark.parametrize("n_cases", [8, pytest.param(100, marks=SLOW)])
+def test_random_ways(n_cases: int, folder: Path, tmp_path: Path) -> None:
+    """Splits, hits, forks, restarts, stops, lanes and threads, of all methods and types of weights, drawn by seeds."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "max_position_embeddings": 64}
+    saved, differing = as_saved(save_tiny(tmp_path, **wide)), list[object]()
+    files, firsts, truths = dict[str, Path](), dict[str, lce.Engine](), dict[Any, Any]()
+    weights = [each for each in WEIGHTS if panels.arithmetic(getattr(torch, each.get("dtype", "float32")))]
+    for seed in range(*map(int, os.environ.get("LCE_BITS_CASES", f"{n_cases}").split("-"))):
+        chance = random.Random(seed)
+        name, options, turns = chance.choice(available()), dict(chance.choice(weights)), chance.choice(TALKS)
+        block, n_threads = chance.choice([64, 64, 32, 7, 7, 100, 1]), chance.choice([1, 2, 3, 4])
+        case, source = (name, str(options), turns, name in BY_BLOCKS and block), folder
+        if (kind := options.get("weights", "int8")) not in ("int8", "int4"):
+            if kind not in files:
+                files[kind] = save_gguf(tmp_path / f"{kind}.gguf", saved, kind)
+            del options["weights"]
+            source = files[kind]
+        if (loaded := str((source, options))) not in firsts:
+            firsts[loaded] = load(source, "full", **options)
+        if case not in truths:
+            how = {**options, "block": block if case[-1] else 64, "sharing": firsts[loaded]}
+            truths[case] = Way(load(source, name, **how)).talk(turns)
+        engine = load(source, name, block=block, sharing=firsts[loaded], **options)
+        restart = restarting(source, tmp_path / "a.lce", name, block=block, **options)
+        with threads(n_threads):
+            (said, logits), (true, last) = Way(engine, restart, chance).talk(turns), truths[case]
+        if said != true or logits is None or not torch.equal(logits, last):
+            differing.append((seed, *case, block, n_threads))
+            print(f"differs: {differing[-1]}", flush=True)
+    assert not differing
+
+
+def asked(batch: Batch, ids: Sequence[int], **how: Any) -> tuple[Said, int]:
+    """The answer of a batch, and how many tokens of the prompt were not read for it."""
+    found = within(batch.stream(ids, max_tokens=8, **HOW, **how).finish)
+    return (found.token_ids, [each.logprob for each in found.logprobs or ()]), found.stats.read_before
+
+
+@pytest.mark.parametrize("name", ["full", "longheads", "pages", "self_extend", "dca"])
+def test_repeatable_answers_follow_from_their_requests(name: str, folder: Path, tmp_path: Path) -> None:
+    """Turns whose earlier answers were generated here, or by a batch that kept these in files, are as if asked anew."""
+    engine, ids, histories, reads = load(folder, name, block=32), list[int](), list[list[int]](), list[list[int]]()
+    for n in (100, 20, 30):
+        ids = [*ids, *tokens(n, seed=n)]
+        histories.append(ids)
+        ids = [*ids, *answer(engine, ids)[0]]
+    for repeatable in (False, True, True):  # the third batch finds the second one's files
+        with engine.batch(cache_dir=tmp_path, repeatable=repeatable) as batch:
+            found = [asked(batch, each) for each in histories]
+        reads.append([n for _, n in found])
+        if repeatable:
+            assert [said for said, _ in found] == [answer(engine, each) for each in histories]
+    assert reads[0][:2] == [0, 107]
+    # A state may go back to where a chunk begins. The one file has the longest history: self_extend cannot go far back.
+    expected = [0, 100, 128, 0 if name == "self_extend" else 100, 128, 166]
+    assert all(0 <= most - n < 8 for most, n in zip(expected, reads[1] + reads[2], strict=True)), reads
+
+
+def test_a_repeatable_answer_behind_a_context_follows_from_it(folder: Path) -> None:
+    """A context's generated tokens are not those of a context that was read, nor the other way round."""
+    engine, first, prompt = load(folder, "full", block=32), tokens(60, seed=4), tokens(30, seed=5)
+    drawn, read = never_stopped(engine, first), engine.prefill([*first, *answer(engine, first)[0]])
+    truths = [Way(engine).alone(prompt, each.fork(), 8)[0] for each in (drawn, read)]
+    with engine.batch(repeatable=True) as batch:
+        for each, truth in [(drawn, truths[0]), (read, truths[1])] * 2:
+            assert asked(batch, prompt, context=each)[0] == truth
+        assert asked(batch, [*read.token_ids, *prompt]) == (truths[1], 98)
+    assert truths[0] != truths[1]
