@@ -1,7 +1,7 @@
 """Answers many requests of one engine at once. Each has a context, a method and a sampling of its own.
 
-On a CPU, the bits of an answer do not depend on the requests beside it. Behind a kept prefix, blocks begin at other
-tokens than without one, so sums may be rounded otherwise.
+On a CPU, the bits of an answer do not depend on the requests beside it, nor on kept tokens that were read. Kept tokens
+that were generated have other bits than read ones: `repeatable` keeps none of them.
 """
 
 from __future__ import annotations
