@@ -126,7 +126,6 @@ class LayerCache:
     Methods ask for a span, for tokens or for chunks, and never learn which tier had the data. While all tokens are in
     the buffer, `stack` is None: there are no tiers. `state` maps the names of `Method.state` to the states. `length`
     counts committed tokens; `stop` adds tokens of this pass. A lossy format has rounded the first `rounded` tokens.
-    `asked` counts the tokens that were read from the tiers: see `bring`.
     """
 
     index: int
@@ -136,7 +135,6 @@ class LayerCache:
     state: Mapping[str, MethodState]
     length: int = 0
     rounded: int = 0
-    asked: int = 0
 
     def __post_init__(self) -> None:
         self.rounded = max(self.rounded, self.buffer.first)
@@ -176,12 +174,11 @@ class LayerCache:
 
     def stored(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return what `span` returns, in the dtype that the device stores. `Attention.dense` takes this dtype, too."""
-        self.bring()
+        self._bring()
         first, size = self.buffer.first, self.layout.chunk_size
         if start >= first:
             return self.buffer.span(start, stop)
         begin, border = start // size, min(stop, first)
-        self.asked += border - start
         old = self.tiers.chunks(self.index, begin, -(-border // size))
         k, v = (x[:, start - begin * size : border - begin * size] for x in old)
         if stop <= first:
@@ -200,7 +197,8 @@ class LayerCache:
         The cuts are multiples of `segment_of(layout)`, so that sums over spans have the same bits wherever tokens are.
         """
         segment = segment_of(self.layout)
-        self.asked += max(0, min(stop, self.buffer.first) - start)  # so that the first span brings all, read once
+        if start < self.buffer.first:  # asked for before it is read, so that the first span brings all
+            self.tiers.n_read[self.index] += (min(stop, self.buffer.first) - start) * self.layout.n_groups
         while start < stop:
             border = min((start // segment + 1) * segment, stop)
             yield start, border
@@ -213,14 +211,13 @@ class LayerCache:
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return copies `k v [G, n, D]`, in the stored dtype, of ascending tokens `index [n]`, maybe to `into`."""
-        self.bring()
+        self._bring()
         first = self.buffer.first
         if not first:
             into = None if into is None else into.view(self.buffer.k.dtype)
             return take_rows((self.buffer.k, self.buffer.v), index, into)
         numbers = index.cpu().numpy()
         n_old = int(np.searchsorted(numbers, first))
-        self.asked += n_old
         old = self.tiers.tokens(self.index, numbers[:n_old])
         recent = index[n_old:] - first
         k, v = (x.index_select(1, recent) for x in (self.buffer.k, self.buffer.v))
@@ -240,7 +237,7 @@ class LayerCache:
         Chunks in the tiers come first: see `TierStack.rounds`. Chunks in the buffer come last, without a copy. A round
         has later chunks of a KV head than the rounds before. All rounds together wait for the device once.
         """
-        self.bring()
+        self._bring()
         n_old, n_chunks = self.buffer.first // self.layout.chunk_size, self.stop // self.layout.chunk_size
         if not n_old:
             yield self.buffer.tiles(n_chunks)
@@ -255,23 +252,24 @@ class LayerCache:
         wanted = torch.zeros(n_kv_heads * (n_chunks + 1), dtype=torch.bool, device=device).index_fill_(0, asked, True)
         wanted = wanted.view(n_kv_heads, -1)[:, :n_chunks].cpu()  # the only wait for the device
         pages = wanted[:, :n_old].unflatten(0, (-1, self.layout.page_heads)).any(dim=1)  # [groups, old chunks]
-        self.asked += int(pages.sum()) * self.layout.chunk_size // self.layout.n_groups
         for tiles in self.tiers.rounds(self.index, pages.numpy()):
             yield Tiles(tiles.k, tiles.v, torch.nn.functional.pad(tiles.index, (0, n_chunks - n_old), value=-1))
         if wanted[:, n_old:].any() or not pages.any():
             yield self.buffer.tiles(n_chunks)
 
-    def bring(self) -> None:
+    def _bring(self) -> None:
         """Move all tokens from the tiers to the buffer, once as many were read from there as the tiers have.
 
         So a context that was opened from a file and is used for long becomes one in memory, for at most twice the cost
         of what it reads. Nothing moves if a budget limits the memory, or less than twice the bytes are free.
         """
         buffer, layout = self.buffer, self.layout
-        if self.asked < buffer.first or not buffer.first or self.tiers.growing or Limits(layout).budget is not None:
+        if not buffer.first or self.tiers.growing or Limits(layout).budget is not None:
+            return
+        if self.tiers.n_read[self.index] < buffer.first * layout.n_groups:
             return
         n_left = layout.first_layer + layout.n_layers - self.index
-        free, self.asked = free_memory(layout.device), 0
+        free, self.tiers.n_read[self.index] = free_memory(layout.device), 0
         if free is not None and free < 2 * buffer.first * layout.token_bytes * n_left // layout.n_layers:
             return
         whole = KVBuffer(layout, buffer.first + buffer.capacity)

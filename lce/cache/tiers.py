@@ -14,6 +14,7 @@ The device's pool has keys and values as kernels read them. Tiers below it have 
 page is packed on its way down and unpacked on its way up, without loss: a lossy format has rounded the numbers before.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -52,6 +53,7 @@ class TierStack:
         self.top = Device(layout, tier, buffer_tokens)
         self.pools = [tier for tier in self if isinstance(tier, Pool)]
         self.bottom = self.pools[-1].below  # a file's tier, or `Nowhere`
+        self.n_read = Counter[int]()  # for each layer, how many tokens of head groups were read
         self._asked: dict[int, Pages] = {}  # the pages that each layer last requested from the device's pool
         self._coming: tuple[Fetch, Pages, Numbers] | None = None  # the running prefetch: its work, pages and slots
 
@@ -103,6 +105,7 @@ class TierStack:
         """Return copies of a layer's chunks, `k v [G, (stop - first)·L, D]`. No page leaves the device's pool."""
         self.settle()
         pages = self.top.read(Pages.grid(self.groups(layer), np.arange(first, stop)))
+        self.n_read[layer] += (stop - first) * self.layout.chunk_size * self.layout.n_groups
         # [groups·m, P, L, D] -> [groups, m, P, L, D] -> [G, m, L, D] -> [G, m·L, D]
         k, v = (x.unflatten(0, (self.layout.n_groups, -1)).transpose(1, 2).flatten(0, 1).flatten(1, 2) for x in pages)
         return k, v
@@ -111,6 +114,7 @@ class TierStack:
         """Return keys and values `[G, n, D]` of ascending tokens. A chunk of which half is requested is read whole."""
         self.settle()
         size, groups = self.layout.chunk_size, self.groups(layer)
+        self.n_read[layer] += len(index) * len(groups)
         present, counts = np.unique(index // size, return_counts=True)
         whole = Pages.grid(groups, present[counts * 2 >= size][: self.top.capacity // len(groups)])
         self._asked[layer] = whole
@@ -130,6 +134,7 @@ class TierStack:
         groups, chunks = np.nonzero(wanted)
         own, top, first = self.groups(layer), self.top, 0
         pages = Pages(own[groups], chunks)
+        self.n_read[layer] += len(chunks) * self.layout.chunk_size
         self._asked[layer] = pages
         while first < len(chunks):
             missing, n = top.index[pages.at(slice(first, None))] < 0, top.capacity

@@ -225,6 +225,7 @@ class Method:
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """Return attention outputs `[H, T, D]` for the block's unrotated queries `[H, T, D]`. Called after `keep`.
 
+        Later steps overwrite the memory of queries, keys and values: a method that keeps any of them keeps a copy.
         A `DeviceStep` has one token, whose index only the device knows. It is recorded once, as a CUDA graph, and
         replayed for later tokens, so shapes depend on `step.bound` alone; all keys and values are in the cache's
         buffer (`LayerCache.whole`).

@@ -53,11 +53,14 @@ def linear(
     place. The result has the dtype of the weights, or `out_dtype` float32: the sums as they are, not rounded. If a norm
     is given, x may be float32. For up to `SHARED_ROWS` rows of `generated` tokens, one kernel does everything, reads
     the weights at memory bandwidth, and rounds once. On a CPU a row's bits depend on `generated`, and not on T where
-    lce's kernels run.
+    lce's kernels run; where PyTorch multiplies many rows (`panels.arithmetic`), few read ones are multiplied as
+    generated ones are.
     """
     if isinstance(weight, SummedMatrix | VocabularyPart):
         return weight.linear(x, bias, norm=norm, eps=eps, onto=onto, generated=generated)
     around: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "onto": onto, "out_dtype": out_dtype}
+    computed = None if generated else _computed(x, weight, norm)
+    generated |= x.is_cpu and len(x) <= SHARED_ROWS and not computed
     if not isinstance(weight, Tensor):
         if generated:
             return weight.product(x.contiguous(), bias, **around)
@@ -66,7 +69,7 @@ def linear(
     elif gate != "gelu_tanh" and len(x) <= GPU_ROWS and gpu.launching.runs_on(x) and _plain(x, weight, norm, onto):
         around["gated"] = around.pop("gate") is not None
         return gpu.products.product(x, weight, bias, **around)
-    if computed := _computed(x, weight, norm):
+    if computed:
         dtype = _stored_dtype(x, weight, norm)
         if out_dtype or computed is torch.float32:
             x = (x if norm is None else rms_norm(x.float(), norm.float(), eps)).float().contiguous()

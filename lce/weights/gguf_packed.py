@@ -1,7 +1,7 @@
 """Quantised GGUF tensors in memory: each type's layout, and how blocks are read and repacked without loss.
 
-Every weight keeps its value. Codes of 2 to 4 bits take 4 bits in memory, larger ones 8 bits, so that products need not
-join bits of several places. MXFP4 has no layout: its scales are powers of two that float16 cannot hold.
+Every weight keeps its value. Codes of 2 to 4 bits take 4 bits in memory, those of Q5_K and Q6_K 5 and 6, others 8.
+MXFP4 has no layout: its scales are powers of two that float16 cannot hold.
 """
 
 import math

@@ -132,6 +132,34 @@ def test_8_bits_on_the_device_go_on(name: str, budget: str | None, tiny_model: P
 
 
 @KV_DTYPES
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("full", {}), ("self_extend", {}), ("longheads", {"chunks": 32}), ("pages", {"page": 8, "budget": 256})],
+)
+def test_a_context_that_is_used_for_long_leaves_its_file(
+    name: str, options: Any, kv_dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the eighth token, with the bits of one in memory; not if memory is short, and a fork goes on alike."""
+    engine, file, ids = load(tiny_model, name, kv_dtype=kv_dtype, **options), tmp_path / "a.lce", tokens(700)
+    prefilled = engine.prefill(ids)
+    prefilled.save(file)
+    expected = engine.generate([7], context=prefilled, max_tokens=16, logprobs=2)
+    opened = engine.open_context(file)
+    assert opened.cache.in_file >= 512
+    engine.generate([7], context=opened, max_tokens=8)
+    fork = opened.fork()
+    for each in (opened, fork):
+        assert engine.generate([], context=each, max_tokens=8).token_ids == expected.token_ids[8:]
+        assert not each.cache.stacks
+    opened.save(file)
+    assert engine.open_context(file).token_ids == opened.token_ids
+    monkeypatch.setattr("lce.cache.layer.free_memory", lambda device: 1 << 10)
+    stays = engine.open_context(file)
+    engine.generate([7], context=stays, max_tokens=8)
+    assert stays.cache.in_file >= 512
+
+
+@KV_DTYPES
 @pytest.mark.parametrize("budget", [None, SMALL])
 def test_a_context_opens_in_another_budget(budget: str | None, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     roomy, tight = (load(tiny_model, spill_dir=folder, kv_dtype=kv_dtype) for folder in (None, tmp_path))

@@ -8,7 +8,6 @@ alike in all layers, the kernels of one layer's serve the later ones.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -72,39 +71,28 @@ class _Recording:
     """The kernels of a pass of one token of each of n lanes, in parts that end with a call of attention.
 
     `x` is the memory of the hidden states before the pass, `result` that of the hidden states after it. For each call
-    of attention there is what it was asked, what it answered, and the places of the answer's address in the arguments
-    of the next part's kernels: the number of the call, and that of the argument.
+    of attention there is what it is asked, `(layer, q, k, v)`, and the memory where the next part reads its answer.
     """
 
     def __init__(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> None:
         """Run `layers` on `x [n, hidden]`, and record its kernels."""
-        self.x, self.watch, self.kept = x, _Watch(), False
-        self.asked: list[_Asked] = []
+        self.x, self.watch = x, _Watch()
+        self.asked: list[tuple[int, Tensor, Tensor, Tensor]] = []
         self.answers: list[Tensor] = []
         ends = [0]
 
-        def noted(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def noted(*asked: Any) -> Tensor:
             ends.append(len(calls))
             with _disable_current_modes(), recording(None):
-                self.asked.append(_Asked(layer, q, k, v))
-                self.answers.append(self._answer(attend))
+                self.asked.append(asked)
+                self.answers.append(attend(*asked).clone())
             return self.answers[-1]
 
         with self.watch, recording([]) as calls:
             self.result = layers(x, noted)
         ends.append(len(calls))
-        parts = [calls[first:last] for first, last in pairwise(ends)]
-        self.parts = [Jobs(part) for part in parts]
+        self.parts = [Jobs(calls[first:last]) for first, last in pairwise(ends)]
         self.alike, self.jobs = len(self.asked) > _TEMPLATE + 1, LayerJobs()
-        self.places = [_places(part, answer.data_ptr()) for part, answer in zip(parts[1:], self.answers, strict=True)]
-
-    def _answer(self, attend: Attend, number: int = -1) -> Tensor:
-        """Call attention for the layer with this number, and note whether it kept any of the vectors."""
-        asked = self.asked[number]
-        before = asked.uses()
-        answer = attend(*asked.call)
-        self.kept |= asked.uses() > before
-        return answer
 
     def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
         """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does.
@@ -120,54 +108,33 @@ class _Recording:
                 template = number == _TEMPLATE and memory
                 watch, calls = _Watch(), list[Call | None]()
                 with watch if template else nullcontext(), recording(calls):
-                    answer, before = self._answer(attend, number), self.answers[number]
-                if (answer.shape, answer.stride(), answer.dtype) != (before.shape, before.stride(), before.dtype):
-                    self.kept = True
+                    answer, kept = attend(*self.asked[number]), self.answers[number]
+                if (answer.shape, answer.dtype) != (kept.shape, kept.dtype):
                     return layers(x, _resumed([*self.answers[:number], answer], attend))
-                self._put(number, answer)
-                if template and not watch.computed:
+                kept.copy_(answer)
+                if template and not watch.computed and answer.stride() == kept.stride():
                     self._replay_alike(calls, answer, template)
                     break
                 self.alike = self.alike and not template
         return self.result.clone()
 
-    def _put(self, number: int, answer: Tensor) -> None:
-        """Have the next part's kernels read an answer, which must stay while it is read."""
-        for place in self.places[number]:
-            self.parts[number + 1].set(*place, answer.data_ptr())
-        self.answers[number] = answer
-
     def _replay_alike(self, calls: Sequence[Call | None], answer: Tensor, memory: Sequence[Sequence[Range]]) -> None:
-        """Run all that follows the template's attention: the same `calls` in each layer, with the layer's own memory.
-
-        Each layer's attention overwrites the answer of the one before, which was read.
-        """
-        ranges = [[*asked.ranges, *there] for asked, there in zip(self.asked, memory, strict=True)]
-        self.jobs.set(calls, ranges[_TEMPLATE], ranges[_TEMPLATE + 1 :])
+        """Run all that follows the template's attention: its `calls` in each layer, with the layer's own memory."""
+        ranges = [
+            [*map(_range, (*asked[1:], kept)), *there]
+            for asked, kept, there in zip(self.asked, self.answers, memory, strict=True)
+        ]
+        own = [*map(_range, (*self.asked[_TEMPLATE][1:], answer)), *memory[_TEMPLATE]]
+        self.jobs.set(calls, own, ranges[_TEMPLATE + 1 :])
         first = self.parts[-1].linked(0)
         for number in range(len(ranges) - 1, _TEMPLATE, -1):
-            self._put(number, answer)
             first = self.parts[number].linked(self.jobs.linked(number - _TEMPLATE - 1, first))
         run_jobs(first)
 
 
-class _Asked:
-    """What attention is asked in a layer, and the memory of its vectors: `ranges`."""
-
-    def __init__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.call = layer, q, k, v
-        storages = [x.untyped_storage() for x in (q, k, v)]
-        self._storages = [storage._cdata for storage in storages]
-        self.ranges: Sequence[Range] = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-
-    def uses(self) -> int:
-        """Return how many objects use the vectors, and how many tensors their memory."""
-        return sum(map(sys.getrefcount, self.call[1:])) + sum(map(torch._C._storage_Use_Count, self._storages))
-
-
-def _places(calls: Sequence[Call], address: int) -> list[tuple[int, int]]:
-    """Return where calls of kernels have an address: the call's number, and the argument's."""
-    return [(call, i) for call, (_, _, args, *_) in enumerate(calls) for i, x in enumerate(args) if x == address]
+def _range(x: Tensor) -> Range:
+    """Return the memory of a tensor that has no gaps, or is a view of the rows of one."""
+    return x.data_ptr(), (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) * x.itemsize
 
 
 def _resumed(answers: Sequence[Tensor], attend: Attend) -> Attend:
@@ -191,7 +158,8 @@ class Replays:
         """Return `layers(x, attend)` for a token of each of n lanes, `x [n, hidden]`; on a CPU, replay an earlier pass.
 
         Nothing is replayed if an operator of PyTorch computes anything between two kernels, which a notice says once,
-        or while a profile is taken. Replayed results have the same bits. Bytes kept: n activations in each layer.
+        or while a profile is taken. Replayed results have the same bits. The next pass overwrites what attention is
+        asked with. Bytes kept: n activations in each layer.
         """
         n = len(x)
         # By the number of lanes; False: a pass cannot be replayed, None: it is to be recorded.
@@ -199,7 +167,7 @@ class Replays:
         found = held.get(n)
         if found is False or not x.is_cpu or not torch.is_inference_mode_enabled() or is_profiling():
             return layers(x, attend)
-        held[n] = None  # and so it stays if attention raises an error, which may keep vectors
+        held[n] = None  # and so it stays if attention raises an error
         if isinstance(found, _Recording):
             result = found.replay(x, layers, attend)
         else:
@@ -208,6 +176,5 @@ class Replays:
             if found.watch.computed and not self._told:
                 self._told = True
                 notice(f"steps are not recorded: {found.watch.computed} computes between kernels", logging.DEBUG)
-        # What attention keeps must not be written again: the next pass is recorded with memory of its own.
-        held[n] = None if found.kept else False if found.watch.computed else found
+        held[n] = False if found.watch.computed else found
         return result

@@ -79,16 +79,10 @@ class Jobs:
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = [(at, n, [*args], least, memory, tail) for at, n, args, least, memory, tail in calls]
+        self._calls = calls
         self._made_for = 0, 0
         self._jobs: list[array[int]] = []
         self._held: list[Tensor | None] = []
-
-    def set(self, call: int, argument: int, value: int) -> None:
-        """Change an argument of a kernel, by the number of its call."""
-        self._calls[call][2][argument] = value
-        if self._jobs:
-            self._jobs[call][words.CALL_ARGS // 8 + argument] = value
 
     def run(self) -> None:
         """Run all calls, on as many threads as PyTorch has now. Time: 2 us and the kernels'."""
