@@ -49,8 +49,7 @@ class Context(Unique):
     tokens. `Engine.generate` appends prompt and answer to a given `context`: give a `fork` to keep the original.
     One call at a time may use a context; different contexts of one engine may be used from different threads.
     `announced` is the final number of tokens, as given by an argument `length`; some RoPE scalings depend on it.
-    `source` names the file from which the context was opened. `only_read` of the first tokens were read, not generated;
-    after `truncate` it may exceed the length.
+    `source` names the file from which the context was opened.
 
     A call that fails or is interrupted leaves the context as it was before, so the call can be repeated. A stream that
     has begun to answer leaves the answer so far: an empty prompt continues the answer.
@@ -65,7 +64,7 @@ class Context(Unique):
         self.token_ids = list(data.token_ids)
         self.announced = data.announced
         self.source = data.source
-        self.only_read = data.only_read
+        self._only_read = data.only_read  # so many first tokens, or more than there are after `truncate`
         self._saves = data.saves
         self._last = data.cache.length, data.logits  # a number of cached tokens, and the logits after them
         self.graph: DecodeGraph | None = None  # the recorded decode steps, if any
@@ -96,8 +95,8 @@ class Context(Unique):
     def store_logits(self, lane: Lane) -> None:
         """Store the logits of a lane, this context's part in a pass, if the cache ends with the lane's last token."""
         if lane.logits is not None and lane.stop == self.cache.length:
-            if self.only_read >= lane.indices[0]:
-                self.only_read = lane.indices[0 if lane.decoding else 1]
+            if self._only_read >= lane.indices[0]:
+                self._only_read = lane.indices[0 if lane.decoding else 1]
             self._last = (lane.stop, lane.logits)
 
     @property
@@ -108,7 +107,7 @@ class Context(Unique):
     @property
     def data(self) -> ContextData:
         """The parts from which a file or a fork of the context is made."""
-        own = self.source, self._saves, self.only_read
+        own = self.source, self._saves, self._only_read
         return ContextData(self.cache, self.token_ids, self.logits, self.announced, *own)
 
     def hold(self) -> Lock:

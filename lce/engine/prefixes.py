@@ -67,7 +67,7 @@ class PrefixCache(Unique):
         setup, start = request.setup, request.start
         before, n_least = ([], 0) if start is None else (start.token_ids, start.cache.n_tokens)
         request.n_before = len(before)
-        is_drawn = self.repeatable and start is not None and start.only_read < n_least
+        is_drawn = self.repeatable and start is not None and start.data.only_read < n_least
         if self.reuse and not is_drawn and (start is None or not start.cache.fixed):
             rope = setup.rope_of(len(request.ids) + request.options.max_tokens) if start is None else start.rope
             group = group_of(setup, rope, self.repeatable)
@@ -90,7 +90,7 @@ class PrefixCache(Unique):
         setup, known, n_used, n_ready, used = request.setup, request.n_before, 0, 0, None
         for each, state in ((each.context, each.state) for each in running if each.setup is setup):
             if each is not None and not each.cache.fixed and group_of(setup, each.rope, self.repeatable) == group:
-                n_usable = each.only_read if self.repeatable and state == "decode" else None
+                n_usable = each.data.only_read if self.repeatable and state == "decode" else None
                 n = common(np.asarray(each.token_ids[:n_usable], np.int32), wanted)
                 if n > n_used:
                     n_used, n_ready, used = n, n if state == "decode" else min(n, each.cache.n_tokens), each
@@ -243,7 +243,7 @@ class PrefixCache(Unique):
 
     def _cut(self, context: Context, n_tokens: int) -> Context:
         """Cut a context back to its first tokens; with `repeatable`, to those before the first generated one."""
-        n_tokens = min(n_tokens, context.only_read) if self.repeatable else n_tokens
+        n_tokens = min(n_tokens, context.data.only_read) if self.repeatable else n_tokens
         del context.token_ids[n_tokens:]
         if n_tokens < context.cache.n_tokens:
             context.cache.truncate(context.cache.nearest(n_tokens))

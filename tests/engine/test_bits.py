@@ -222,7 +222,7 @@ class Way:
         """The answer of a batch, which may keep a beginning of the prompt, beside up to seven others."""
         chance, by_blocks = self.chance, self.engine.setup.method.label in BY_BLOCKS
         assert chance is not None
-        with self.engine.batch(max_lanes=8) as batch:
+        with self.engine.batch(max_lanes=8, repeatable=self.may()) as batch:
             kept = ids[: chance.choice([0, *self.cuts(context, len(ids))])]
             if kept and (by_blocks or self.may()):
                 within(batch.read(kept, context=context).finish)
