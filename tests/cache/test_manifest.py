@@ -135,6 +135,13 @@ def test_every_entry_is_of_its_kind(name: str, value: object) -> None:
         Manifest.of({key: x for key, x in GOOD.items() if key != name}, PATH)
 
 
+@pytest.mark.parametrize("value", [-1, 6, True, None, "5"])
+def test_at_most_the_cached_tokens_were_read(value: object) -> None:
+    assert (Manifest.of(GOOD, PATH).only_read, Manifest.of(GOOD | {"only_read": 5}, PATH).only_read) == (0, 5)
+    with pytest.raises(DataError, match="its header contradicts its contents"):
+        Manifest.of(GOOD | {"only_read": value}, PATH)
+
+
 # The small tensors: each is what a context may have there, before a byte of it is read.
 N = 21  # tokens; a chunk has 8
 
