@@ -1,5 +1,6 @@
 """A conversation over HTTP reads each token once; a server that was started anew goes on where the last one ended."""
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,12 @@ def test_a_conversation_is_found_though_its_end_is_asked_anew(chat_model: Path) 
 
 
 def test_a_repeatable_batch_reads_a_history_as_if_it_were_new(chat_model: Path) -> None:
+    """Even where a kept text begins alike in other tokens."""
     engine, messages = lce.load(chat_model, block=16), list[Any]()
+    encode = partial(engine.tokenizer.encode, bos=False)
+    spelled = [*encode("<|turn|>user\n"), *(i for letter in "turn 0: the quick" for i in encode(letter))]
     with engine.batch(repeatable=True) as batch:
+        within(batch.read(spelled).finish)
         for turn in range(4):
             messages.append({"role": "user", "content": f"turn {turn}: the quick fox and the lazy dog"})
             how: Any = {
