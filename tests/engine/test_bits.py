@@ -156,7 +156,7 @@ def test_no_lanes_beside_it(name: str, folder: Path) -> None:
     assert asyncio.run(together()) == alone
 
 
-# What `test_random_ways` draws from. More cases: LCE_BITS_CASES=2000 pytest "tests/engine/test_bits.py::test_random_ways[8]"
+# What `test_random_ways` draws from. More: LCE_BITS_CASES=2000 pytest "tests/engine/test_bits.py::test_random_ways[8]"
 PACKED = ("int8", "int4", "Q4_0", "Q8_0", "Q5_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
 WEIGHTS = [*KINDS, *({"dtype": dtype, "weights": kind} for dtype in ("float32", "bfloat16") for kind in PACKED)]
 TALKS = [((170, 8), (40, 6)), ((129, 3), (1, 8)), ((64, 8), (97, 4)), ((17, 5), (9, 8))]  # tokens read and generated
