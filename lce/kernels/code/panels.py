@@ -14,7 +14,7 @@ from lce.kernels.code import vectors
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel
 from lce.kernels.code.numbers import itemsize, pointer, read, stored
 from lce.kernels.code.products import finish_row
-from lce.kernels.code.rows import PANEL, _pairs, pack_keys, panel_product
+from lce.kernels.code.rows import PANEL, _pairs, pack_words, panel_product
 from lce.kernels.code.shared import LANES, PACKED_ROWS, PANEL_COLUMNS, PANEL_INPUTS, PANEL_ROWS
 
 # The kinds of `product`: the dtype of weights, and that of a bias and a narrow result. Unpacked weights are float32.
@@ -26,12 +26,13 @@ PRODUCT_KINDS = (
 _heights = (6, 2, 1)  # weight rows that are multiplied at once
 _in_pairs = ByDtype(lambda kind: _pairs[kind[0]])
 _widens = ByDtype(lambda kind: kind[0] != "float32" and not _pairs[kind[0]])
-_product = ByDtype(lambda kind: panel_product(_pairs[kind[0]], "float32", _heights))
+_product = ByDtype(lambda kind: panel_product("pairs" if _pairs[kind[0]] else "float32", _heights))
 _weight_bytes = ByDtype(lambda kind: itemsize[kind[0]])
 _weight, _read_weight = ByDtype(lambda kind: stored[kind[0]]), ByDtype(lambda kind: read[kind[0]])
 _bias, _read_bias = ByDtype(lambda kind: stored[kind[1]]), ByDtype(lambda kind: read[kind[1]])
 _bias_bytes, _finish_row = ByDtype(lambda kind: itemsize[kind[1]]), ByDtype(lambda kind: finish_row[kind[1]])
-_transpose = vectors.transpose("float32", False)
+_pack_words = ByDtype(lambda dtype: pack_words["float32" if _pairs[dtype] else dtype])
+_transpose = vectors.transpose("float32")
 
 
 @by_dtype(kernel)
@@ -48,7 +49,7 @@ def pack(begin, end, _memory, x_at, packed_at, n, size, matrix, row):
         )
         if n - first < PACKED_ROWS:
             packed[:] = np.float32(0)
-        pack_keys(x_at + number * matrix + first * row, row, min(PACKED_ROWS, n - first), size, packed)
+        _pack_words(x_at + number * matrix + first * row, row, min(PACKED_ROWS, n - first), words, packed)
 
 
 @by_dtype(kernel)

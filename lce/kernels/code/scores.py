@@ -12,7 +12,7 @@ from lce.kernels.code.rows import PANEL, _pairs, panel_product, per_word
 from lce.kernels.code.shared import LANES, PACKED_ROWS, SCORED_COLUMNS, SCORED_KEYS, SCORED_TOKENS
 
 _TALL = 6  # keys whose products with a panel of queries stay in registers
-_product = ByDtype(lambda dtype: panel_product(_pairs[dtype], "float32", (_TALL, 1)))
+_product = ByDtype(lambda dtype: panel_product("pairs" if _pairs[dtype] else "float32", (_TALL, 1)))
 
 
 @by_dtype(inner)
