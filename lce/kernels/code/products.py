@@ -34,6 +34,10 @@ _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart 
 
 @by_dtype(kernel)
 def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, out_row, n, n_out, size, around, eps):
+    """Write `x [n, size] · weight [2·n_out or n_out, size]ᵀ + bias`, with what is `around` it; see `cpu.products`.
+
+    A task is `PRODUCT_ROWS` rows of the weights, which are read once for all n rows: `n · size` multiplications each.
+    """
     gate, adds, wide_x, wide_out = around_of(around)
     n_parts = 2 if gate else 1
     x_at_first = memory + BEGUN_BYTES

@@ -48,19 +48,6 @@ def _fetch_rows(builder: Any, first: Any, stride: Any) -> None:
     emit.fetch(builder, emit.at(builder, first, (stride, 3), 64), 2)
 
 
-def _columns_of(builder: Any, rows: list[Any]) -> list[Any]:
-    """Emit `transposed` for four vectors of words: a transposition in each block of four, by fast instructions."""
-
-    def mixed(x: Any, y: Any, order: tuple[int, ...]) -> Any:
-        return emit.shuffle(builder, x, y, [4 * block + e for block in range(4) for e in order])
-
-    found = []
-    for order in ((0, 16, 1, 17), (2, 18, 3, 19)):
-        x, y = (mixed(rows[i], rows[i + 1], order) for i in (0, 2))
-        found += [mixed(x, y, (0, 1, 16, 17)), mixed(x, y, (2, 3, 18, 19))]
-    return found
-
-
 def _emit_scores(builder: Any, rows: int, *args: Any) -> None:
     """Emit the scores of 16 keys for some rows of queries, and requests for the lines of the keys' values."""
     q, q_row, q_scales, k, k_row, out, out_row, dim, next_at, next_row = args
@@ -78,7 +65,7 @@ def _emit_scores(builder: Any, rows: int, *args: Any) -> None:
             parts = [emit.load(builder, _BLOCK, k, (k_row, 4 * block + i), here) for block in range(4)]
             left, right = (emit.shuffle(builder, parts[e], parts[e + 1], range(8)) for e in (0, 2))
             vectors.append(builder.xor(emit.shuffle(builder, left, right, range(16)), _SIGNS))
-        for word, keys in enumerate(_columns_of(builder, vectors)):
+        for word, keys in enumerate(emit.transposed(builder, vectors)):
             places = [(q, (q_row, i), here, 4 * word, *[dim] * part) for i in range(rows) for part in (0, 1)]
             yield 0, [keys], (emit.load_splat(builder, WORDS, *place) for place in places)
 

@@ -65,6 +65,24 @@ def panel_product(kind: str, heights: tuple[int, ...]) -> Callable[..., Any]:
     return product
 
 
+@cache
+def rows_product(kind: str) -> Callable[..., Any]:
+    """Return a compiled function that does what `panel_product` does from column 0 on, for any number of rows."""
+    product = panel_product(kind, (6, 2, 1))
+
+    @inner
+    def all_rows(n_rows, a, a_stride, b, b_stride, b_panel, c, c_stride, n, stop):
+        for column in range(0, stop, PANEL):  # a panel stays in the L1 cache
+            last, i = min(column + PANEL, stop), 0
+            while i < n_rows:
+                rows = 6 if n_rows - i >= 6 else 2 if n_rows - i >= 2 else 1
+                at, to = a + i * a_stride, c + i * c_stride
+                product(rows, at, a_stride, b, b_stride, b_panel, to, c_stride, n, column, last)
+                i += rows
+
+    return all_rows
+
+
 # For each dtype: whether numbers are multiplied in pairs, how many numbers a word has, how many numbers of a query one
 # step of `_dots` takes, and the compiled products and transposition.
 _pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == "bfloat16")
@@ -74,13 +92,12 @@ _step = ByDtype(lambda dtype: 32 if _pairs[dtype] else 8)  # values that few row
 _lanes = 16 if vectors.WIDE else 8
 _chunk = ByDtype(lambda dtype: _lanes * per_word[dtype])
 _transpose = ByDtype(vectors.transpose)
-_pack_keys = ByDtype(lambda dtype: pack_words["float32" if _pairs[dtype] else dtype])  # of words
 _query = ByDtype(lambda dtype: stored[dtype if _pairs[dtype] else "float32"])
 _write_query = ByDtype(lambda dtype: write[dtype if _pairs[dtype] else "float32"])
 _product = ByDtype(lambda dtype: panel_product("pairs" if _pairs[dtype] else "float32", (6,)))
 _direct = ByDtype(lambda dtype: panel_product(dtype, (4, 3, 2, 1)))
 _columns = {1: _lanes, 2: _lanes // 2, 3: _lanes // 4, 4: _lanes // 4}
-_add_8_pairs, _add_16_pairs = tiles.add_pairs(8), tiles.add_pairs(16)
+_add_pairs = tiles.add_pairs((8, 16))
 _dots = ByDtype(lambda dtype: tiles.dots("pairs" if _pairs[dtype] else dtype, _columns, 1, _lanes))
 
 
@@ -101,6 +118,9 @@ def pack_words(at, row, n, words, packed):
         source = carray(pointer(at + i * row + first * itemsize, stored), (words - first,))
         for word in range(words - first):
             packed[i // panel, first + word, i % panel] = read(source[word])
+
+
+_pack_keys = ByDtype(lambda dtype: pack_words["float32" if _pairs[dtype] else dtype])  # pairs are words as they lie
 
 
 @by_dtype(separate)
@@ -222,10 +242,7 @@ def _add_values(n, scores, weights, v_at, v_row, n_values, spare_at, sums_at, su
     for column in range(0, dim, 64):
         columns = 2 if dim - column >= 64 else 1
         source, to = v_at + column * itemsize, sums_at + 4 * column
-        if half == 8:
-            _add_8_pairs(n, columns, at, row, source, v_row, to, sums_row)
-        else:
-            _add_16_pairs(n, columns, at, row, source, v_row, to, sums_row)
+        _add_pairs(half, n, columns, at, row, source, v_row, to, sums_row)
 
 
 @by_dtype(inner)

@@ -51,7 +51,7 @@ def tile(builder: Any, n: Any, starts: dict[Any, Any], operands: Callable[..., A
 def by_shape(name: str, shapes: Sequence[tuple[int, ...]], n_args: int, body: Callable[..., Any]) -> Callable[..., Any]:
     """Return the intrinsic of `body(builder, *shape, *args)`: its first arguments choose one of the shapes.
 
-    A shape is the number of rows, or of rows and columns: numbers up to 8, columns below 8.
+    A shape is one to three numbers, the last ones below 8: of rows, say, or of rows and columns.
     """
     size = len(shapes[0])
 
@@ -94,19 +94,19 @@ def multiply(kind: str, shapes: Sequence[tuple[int, int]]) -> Callable[..., Any]
     return by_shape(f"multiply {kind}", shapes, 7, body)
 
 
-def add_pairs(n: int) -> Callable[..., Any]:
+def add_pairs(counts: tuple[int, ...]) -> Callable[..., Any]:
     """Return an intrinsic that computes `C [rows, 32·columns] += A [rows, 2n] · B [2n, 32·columns]`, bfloat16, as lies.
 
-    The intrinsic takes `(rows, columns, a, a_stride, b, b_stride, c, c_stride)`: 1 to 4 rows and 1 or 2 columns; the
-    address of each matrix, followed by the bytes between its rows. C is float32. A row of A has n words: of numbers i
-    and i + n. The same rows of B are put side by side in registers, so B is not packed. Only for `PAIRS`.
+    The intrinsic takes `(n, rows, columns, a, a_stride, b, b_stride, c, c_stride)`: n is one of `counts`, and there are
+    1 to 4 rows and 1 or 2 columns. C is float32. A row of A has n words: of numbers i and i + n. The same rows of B are
+    put side by side in registers, so B is not packed. Only for `PAIRS`.
     """
     numbers = ir.VectorType(ir.IntType(16), 2 * LANES)
     # Sums have the columns 0..3 of each 8, or 4..7: an instruction does not mix quarters of registers.
     order = [8 * quarter + 4 * part + e for part in (0, 1) for quarter in range(4) for e in range(4)]
     mixed = [[number for e in some for number in (e, 2 * LANES + e)] for some in (order[:LANES], order[LANES:])]
 
-    def body(builder: Any, rows: int, columns: int, *args: Any) -> None:
+    def body(builder: Any, n: int, rows: int, columns: int, *args: Any) -> None:
         a, a_stride, b, b_stride, c, c_stride = args
 
         def right(step: Any) -> list[Any]:
@@ -119,8 +119,8 @@ def add_pairs(n: int) -> Callable[..., Any]:
 
         _add_product(builder, True, rows, 2 * columns, emit.i64(n), right, a, a_stride, c, c_stride, order)
 
-    shapes = tuple(product((4, 3, 2, 1), (2, 1)))
-    return by_shape(f"add pairs {n}", shapes, 6, body if PAIRS else lambda *_: None)
+    shapes = tuple(product(counts, (4, 3, 2, 1), (2, 1)))
+    return by_shape("add pairs", shapes, 6, body if PAIRS else lambda *_: None)
 
 
 def _add_product(
