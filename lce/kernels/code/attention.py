@@ -13,7 +13,8 @@ from lce.kernels.code.compiling import arguments, by_dtype, call, inner, kernel
 from lce.kernels.code.numbers import exp2, following, itemsize, pointer, stored
 from lce.kernels.code.rows import FEW_ROWS, LOWEST, _pairs, few_fit, finish, put_query, scratch
 from lce.kernels.code.shared import ALIGNED, KEYS, TURN_KEYS
-from lce.kernels.code.vectors import prefetch, prefetch_far, take
+from lce.kernels.code.threads import add
+from lce.kernels.code.vectors import prefetch, prefetch_far
 
 
 @by_dtype(inner)
@@ -111,7 +112,7 @@ def attend(first_task, stop_task, memory, args):
             else:
                 at = (group * rep + row // n) * n_queries + first_query + row % n
                 finish(tops[row], totals[row], out, lse, at, dim)
-        if n_parts > 1 and take(done + 8 * which) == n_parts - 1:  # all other pieces of this block are done
+        if n_parts > 1 and add(done + 8 * which, 1) == n_parts - 1:  # all other pieces of this block are done
             for row in range(rep * n):
                 _merge_pieces(states[which, row], partial[which, row], wide)
                 at = (group * rep + row // n) * n_queries + first_query + row % n

@@ -14,7 +14,7 @@ from lce.kernels.code import vectors
 from lce.kernels.code.compiling import ByDtype, by_dtype, kernel
 from lce.kernels.code.numbers import following, pointer, read_row
 from lce.kernels.code.products import finish_row
-from lce.kernels.code.rows import PANEL, _pairs, pack_words, rows_product
+from lce.kernels.code.rows import PANEL, _pairs, pack_keys, packed_kind, rows_product
 from lce.kernels.code.shared import LANES, PACKED_ROWS, PANEL_COLUMNS, PANEL_INPUTS, PANEL_ROWS
 
 # The kinds of `product`: the dtype of weights, and that of a bias and a narrow result. Unpacked weights are float32.
@@ -25,10 +25,9 @@ PRODUCT_KINDS = (
 
 _in_pairs = ByDtype(lambda kind: _pairs[kind[0]])
 _widens = ByDtype(lambda kind: kind[0] != "float32" and not _pairs[kind[0]])
-_product = ByDtype(lambda kind: rows_product("pairs" if _pairs[kind[0]] else "float32"))
+_product = ByDtype(lambda kind: rows_product(packed_kind[kind[0]]))
 _read_weight, _read_bias = ByDtype(lambda kind: read_row[kind[0]]), ByDtype(lambda kind: read_row[kind[1]])
 _finish_row = ByDtype(lambda kind: finish_row[kind[1]])
-_pack_words = ByDtype(lambda dtype: pack_words["float32" if _pairs[dtype] else dtype])
 _transpose = vectors.transpose("float32")
 
 
@@ -46,7 +45,7 @@ def pack(begin, end, _memory, x_at, packed_at, n, size, matrix, row):
         )
         if n - first < PACKED_ROWS:
             packed[:] = np.float32(0)
-        _pack_words(x_at + number * matrix + first * row, row, min(PACKED_ROWS, n - first), words, packed)
+        pack_keys(x_at + number * matrix + first * row, row, min(PACKED_ROWS, n - first), words, packed)
 
 
 @by_dtype(kernel)

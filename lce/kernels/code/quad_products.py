@@ -10,6 +10,7 @@ values that are read next are brought to the L2 cache meanwhile, evenly: more re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,7 @@ def _emit_scores(builder: Any, rows: int, *args: Any) -> None:
             places = [(q, (q_row, i), here, 4 * word, *[dim] * part) for i in range(rows) for part in (0, 1)]
             yield 0, [keys], (emit.load_splat(builder, WORDS, *place) for place in places)
 
-    def add(keys: Any, queries: Any, total: Any) -> Any:
-        return _add_quads(builder, keys, queries, total)
-
+    add = partial(_add_quads, builder)
     sums = tile(builder, builder.lshr(dim, emit.i64(4)), cells(_ZEROS, 1, 1, 2 * rows), operands, add)
     scales = ir.Constant(FLOATS, ir.Undefined)
     for key in range(16):
@@ -116,9 +115,7 @@ def _emit_sums(builder: Any, rows: int, *args: Any) -> None:
     weights, w_row, v, v_row, n, sums, sums_row, factors, dim, next_at, next_row = args
     last, plane = builder.sub(n, emit.i64(1)), builder.and_(builder.add(n, emit.i64(15)), emit.i64(-16))
     at_once = 4 if rows < 4 else 2  # quarters of 64 columns, so that registers suffice
-
-    def add(left: Any, right: Any, total: Any) -> Any:
-        return _add_quads(builder, left, right, total)
+    add = partial(_add_quads, builder)
 
     def columns(here: Any, first: int, mask: Any) -> dict[Any, Any]:
         """Emit the sums of quarters `first ..` of the 64 columns from byte `here` of a value on."""

@@ -86,6 +86,7 @@ def rows_product(kind: str) -> Callable[..., Any]:
 # For each dtype: whether numbers are multiplied in pairs, how many numbers a word has, how many numbers of a query one
 # step of `_dots` takes, and the compiled products and transposition.
 _pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == "bfloat16")
+packed_kind = ByDtype(lambda dtype: "pairs" if _pairs[dtype] else "float32")  # of words that are packed
 per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
 _together = ByDtype(lambda dtype: 32 if _pairs[dtype] else 16)  # packed values that are multiplied at once
 _step = ByDtype(lambda dtype: 32 if _pairs[dtype] else 8)  # values that few rows read while as many keys are fetched
@@ -94,7 +95,7 @@ _chunk = ByDtype(lambda dtype: _lanes * per_word[dtype])
 _transpose = ByDtype(vectors.transpose)
 _query = ByDtype(lambda dtype: stored[dtype if _pairs[dtype] else "float32"])
 _write_query = ByDtype(lambda dtype: write[dtype if _pairs[dtype] else "float32"])
-_product = ByDtype(lambda dtype: panel_product("pairs" if _pairs[dtype] else "float32", (6,)))
+_product = ByDtype(lambda dtype: panel_product(packed_kind[dtype], (6,)))
 _direct = ByDtype(lambda dtype: panel_product(dtype, (4, 3, 2, 1)))
 _columns = {1: _lanes, 2: _lanes // 2, 3: _lanes // 4, 4: _lanes // 4}
 _add_pairs = tiles.add_pairs((8, 16))
@@ -120,7 +121,7 @@ def pack_words(at, row, n, words, packed):
             packed[i // panel, first + word, i % panel] = read(source[word])
 
 
-_pack_keys = ByDtype(lambda dtype: pack_words["float32" if _pairs[dtype] else dtype])  # pairs are words as they lie
+pack_keys = ByDtype(lambda dtype: pack_words["float32" if _pairs[dtype] else dtype])  # pairs are words as they lie
 
 
 @by_dtype(separate)
@@ -302,7 +303,7 @@ def attend_rows(first, stop, _memory, args):
     start = first
     while start < stop:
         size = min(KEYS - (place + start) % KEYS, stop - start)
-        _pack_keys(k_at + start * k_row, k_row, size, words, keys)
+        pack_keys(k_at + start * k_row, k_row, size, words, keys)
         _pack_values(v_at + start * v_row, v_row, size, dim, values)
         for row in range(0, n, 6):
             begin, last = size, int64(0)

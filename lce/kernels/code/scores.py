@@ -8,12 +8,12 @@ from numba import carray, float32
 from lce.kernels.code.choices import key_of_score, score_of_key
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
 from lce.kernels.code.numbers import exp, itemsize, pointer, read, read_row, stored
-from lce.kernels.code.rows import PANEL, _pairs, panel_product, per_word, rows_product
+from lce.kernels.code.rows import PANEL, packed_kind, panel_product, per_word, rows_product
 from lce.kernels.code.shared import LANES, PACKED_ROWS, SCORED_COLUMNS, SCORED_KEYS, SCORED_TOKENS
 
 _TALL = 6  # keys whose products with a panel of queries stay in registers
-_all_rows = ByDtype(lambda dtype: rows_product("pairs" if _pairs[dtype] else "float32"))
-_product = ByDtype(lambda dtype: panel_product("pairs" if _pairs[dtype] else "float32", (_TALL, 1)))
+_all_rows = ByDtype(lambda dtype: rows_product(packed_kind[dtype]))
+_product = ByDtype(lambda dtype: panel_product(packed_kind[dtype], (_TALL, 1)))
 
 
 @by_dtype(inner)

@@ -224,15 +224,8 @@ def _largest(builder: Any, address: Any, n: Any) -> Any:
     return builder.extract_element(best, I32(0))
 
 
-def _take(builder: Any, address: Any) -> Any:
-    return builder.atomic_rmw("add", pointer_at(builder, _I64, address), i64(1), "acq_rel")
-
-
 # `largest(address, n)` returns the largest of the n float32 numbers at an address; n is a multiple of 16.
 largest = intrinsic_of("largest", types.float32(types.intp, types.intp), _largest)
-# `take(address)` atomically adds 1 to the integer at an address and returns its old value, so that threads can take
-# numbered tasks from a queue. After a call, a thread sees what other threads wrote before their earlier calls.
-take = intrinsic_of("take", types.intp(types.intp), _take)
 # `prefetch(address)` asks the processor to bring the cache line of any address near. `prefetch_far` brings a line to
 # L2, where more requests may be open at once.
 prefetch, prefetch_far = procedure("prefetch", 1, fetch), procedure("prefetch far", 1, partial(fetch, nearness=2))
