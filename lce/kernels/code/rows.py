@@ -133,7 +133,8 @@ def _pack_values(v_at, row, n, dim, packed):
     """
     for key in range((n + _together - 1) // _together * _together):
         source = carray(pointer(v_at + key * row, stored), (dim,))
-        other = carray(pointer(v_at + (key + 16) * row, stored), (dim,))
+        other = carray(pointer(v_at + min(key + 16, n - 1) * row, stored), (dim,))
+        above = uint32(0xFFFF_0000) if key + 16 < n else uint32(0)  # the bits of the other value, if there is one
         if _pairs and key & 16:
             continue
         for panel in range(len(packed)):
@@ -143,8 +144,8 @@ def _pack_values(v_at, row, n, dim, packed):
                 target[:] = np.float32(0)
             elif _pairs:
                 for d in range(width):
-                    above = uint32(other[first + d]) if key + 16 < n else uint32(0)
-                    target[d] = float_of_bits(uint32(source[first + d]) | (above << uint32(16)))
+                    bits = uint32(source[first + d]) | ((uint32(other[first + d]) << uint32(16)) & above)
+                    target[d] = float_of_bits(bits)
             else:
                 for d in range(width):
                     target[d] = read(source[first + d])
