@@ -10,10 +10,11 @@ import numpy as np
 from numba import carray, float32, int64
 
 from lce.kernels.code.compiling import arguments, by_dtype, call, inner, kernel
-from lce.kernels.code.numbers import exp2, itemsize, pointer, stored
+from lce.kernels.code.numbers import exp2, following, itemsize, pointer, stored
 from lce.kernels.code.rows import FEW_ROWS, LOWEST, _pairs, few_fit, finish, put_query, scratch
 from lce.kernels.code.shared import ALIGNED, KEYS, TURN_KEYS
-from lce.kernels.code.vectors import prefetch, prefetch_far, take
+from lce.kernels.code.threads import add
+from lce.kernels.code.vectors import prefetch, prefetch_far
 
 
 @by_dtype(inner)
@@ -26,6 +27,14 @@ def _add_piece(state, sums, top, total, numbers, dim):
         sums[d] = sums[d] * own + numbers[d] * other
 
 
+@inner
+def _copy(state, sums, state_to, sums_to):
+    """Copy a row's result: its top score, the sum of its weights, and its weighted sums."""
+    state_to[0], state_to[1] = state[0], state[1]
+    for d in range(len(sums_to)):
+        sums_to[d] = sums[d]
+
+
 @by_dtype(inner)
 def _merge_pieces(states, partial, dim):
     """Merge results for n pieces of keys into piece 0: `states [n, 2]` (top score, weights' sum), `partial [n, D]`."""
@@ -35,6 +44,11 @@ def _merge_pieces(states, partial, dim):
 
 @by_dtype(kernel)
 def attend(first_task, stop_task, memory, args):
+    """Attend all keys: `out [H, T, D]` and `lse [H, T]` of `q [H, T, D]` and `k v [G, N, D]`.
+
+    A task is a block of `per_block` queries of the heads of a group, with one piece of the keys if `split`; the thread
+    that does a block's last piece merges them in order. Multiplications: about 2·H·T·N·D, half of it if causal.
+    """
     q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at = arguments(args, 7)
     groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece, split = arguments(args + 56, 10)
     few, place, unseen, n_turns = arguments(args + 136, 4)
@@ -49,7 +63,7 @@ def attend(first_task, stop_task, memory, args):
     partial = carray(pointer(partial_at, float32), (n_all, n_rows, n_parts, wide))
     states = carray(pointer(partial_at + 4 * n_all * n_parts * n_rows * wide, float32), (n_all, n_rows, n_parts, 2))
     given, memory = carray(pointer(memory, int64), (12,)), memory + 128
-    totals, memory = carray(pointer(memory, float32), (n_rows, wide)), memory + 4 * n_rows * wide
+    totals, memory = following(memory, float32, (n_rows, wide))
     tops, memory = carray(pointer(memory, float32), (n_rows, 2)), memory + (8 * n_rows + 63) // 64 * 64
     queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
     given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
@@ -70,11 +84,8 @@ def attend(first_task, stop_task, memory, args):
         for row in range(rep * n):
             head, query = row // n, first_query + row % n
             at = q_at + ((group * rep + head) * q_head + query * q_row) * itemsize
-            turn, turned, to = (
-                (group % n_turns * n_queries + query) * (dim // 2) * itemsize,
-                cos_at != 0,
-                queries[row].ctypes.data,
-            )
+            turn, to = (group % n_turns * n_queries + query) * (dim // 2) * itemsize, queries[row].ctypes.data
+            turned = cos_at != 0
             put_query(at, cos_at + turn if turned else at, sin_at + turn if turned else at, dim, turned, to)
             seen = n_keys - n_queries + query + 1 if causal else n_keys
             spans[row, 0], spans[row, 1] = max(seen - window, unseen) if causal else unseen, seen
@@ -97,13 +108,11 @@ def attend(first_task, stop_task, memory, args):
                 _add_piece(tops[row], totals[row], state[row, 0], state[row, 1], sums[row], wide)
         for row in range(rep * n):
             if n_parts > 1:
-                states[which, row, part, 0], states[which, row, part, 1] = tops[row, 0], tops[row, 1]
-                for d in range(wide):
-                    partial[which, row, part, d] = totals[row, d]
+                _copy(tops[row], totals[row], states[which, row, part], partial[which, row, part])
             else:
                 at = (group * rep + row // n) * n_queries + first_query + row % n
                 finish(tops[row], totals[row], out, lse, at, dim)
-        if n_parts > 1 and take(done + 8 * which) == n_parts - 1:  # all other pieces of this block are done
+        if n_parts > 1 and add(done + 8 * which, 1) == n_parts - 1:  # all other pieces of this block are done
             for row in range(rep * n):
                 _merge_pieces(states[which, row], partial[which, row], wide)
                 at = (group * rep + row // n) * n_queries + first_query + row % n
@@ -184,6 +193,11 @@ def _attend_in_turn(own, turns, tiles, vectors, stored_at, size, dim, queries, g
 
 @by_dtype(kernel)
 def attend_chosen(first_task, stop_task, memory, args):
+    """Add attention of queries `[H, T, D]` to their chosen tiles to sums `[H · T, pieces, wide]`; H = groups · rep.
+
+    A task is some queries of the heads of a group, with `piece` of their K slots. Queries are rotated for each slot. A
+    tile `[L, D]` is attended once for all rows that chose it. Multiplications: about 2·H·T·K·L·D.
+    """
     q_at, cos_at, sin_at, turn_at, chosen_at, tile_at, k_at, v_at, state_at, sums_at = arguments(args, 10)
     groups, rep, n_queries, n_slots, n_turns, n_chunks, size, dim, per_block, piece, begun = arguments(args + 80, 11)
     q_head, q_row, k_tile, k_row, v_tile, v_row, steepness, few, rows_at, plain_at = arguments(args + 168, 10)
@@ -195,10 +209,10 @@ def attend_chosen(first_task, stop_task, memory, args):
     states = carray(pointer(state_at, float32), (groups * rep * n_queries, n_pieces, 2))
     partial = carray(pointer(sums_at, float32), (groups * rep * n_queries, n_pieces, wide))
     given, memory = carray(pointer(memory, int64), (12,)), memory + 128
-    counts = carray(pointer(memory, int64), (n_chunks + 1,))
-    chosen = carray(pointer(memory + 8 * len(counts), int64), (n_rows, n_slots))
-    entries = carray(pointer(memory + 8 * (len(counts) + n_rows * n_slots), int64), (n_rows * piece,))
-    memory = (entries.ctypes.data + 8 * len(entries) + 63) // 64 * 64
+    counts, memory = following(memory, int64, (n_chunks + 1,))
+    chosen, memory = following(memory, int64, (n_rows, n_slots))
+    entries, memory = following(memory, int64, (n_rows * piece,))
+    memory = (memory + 63) // 64 * 64
     queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
     given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
     given[5], given[7] = k_row * itemsize, v_row * itemsize
@@ -226,9 +240,7 @@ def attend_chosen(first_task, stop_task, memory, args):
             for row in range(rep):
                 at = heads + row * n_queries
                 spans[row, 0], spans[row, 1] = 0, size
-                state[row, 0], state[row, 1] = states[at, part, 0], states[at, part, 1]
-                for d in range(wide):
-                    sums[row, d] = partial[at, part, d]
+                _copy(states[at, part], partial[at, part], state[row], sums[row])
             places = turns[query, slots:stop] if n_turns == n_slots else turns[query]
             vectors = q_at + (group * rep * q_head + query * q_row) * itemsize, q_head * itemsize, cos_at, sin_at
             stored_at = k_at, k_tile * itemsize, v_at, v_tile * itemsize
@@ -236,9 +248,7 @@ def attend_chosen(first_task, stop_task, memory, args):
             _attend_in_turn(some, places, tiles[group], vectors, stored_at, size, dim, queries, given, rows_at)
             for row in range(rep):
                 at = heads + row * n_queries
-                states[at, part, 0], states[at, part, 1] = state[row, 0], state[row, 1]
-                for d in range(wide):
-                    partial[at, part, d] = sums[row, d]
+                _copy(state[row], sums[row], states[at, part], partial[at, part])
         given[9] = few
         _group_by_chunk(chosen[: rep * n], slots, stop, counts, entries)
         begin, chunk = np.int64(0), np.int64(0)
@@ -261,22 +271,18 @@ def attend_chosen(first_task, stop_task, memory, args):
                 turn, at = spans[i, 0], found[i]
                 vector = q_at + (at // n_queries * q_head + at % n_queries * q_row) * itemsize
                 put_query(vector, cos_at + turn, sin_at + turn, dim, True, queries[i].ctypes.data)
-                state[i, 0], state[i, 1] = states[at, part, 0], states[at, part, 1]
-                for d in range(wide):
-                    sums[i, d] = partial[at, part, d]
+                _copy(states[at, part], partial[at, part], state[i], sums[i])
                 spans[i, 0], spans[i, 1] = 0, size
             given[3], given[4] = len(found), k_at + which * k_tile * itemsize
             given[6] = v_at + which * v_tile * itemsize
             call(rows_at, 0, size, given.ctypes.data)
             for i in range(len(found)):
-                at = found[i]
-                states[at, part, 0], states[at, part, 1] = state[i, 0], state[i, 1]
-                for d in range(wide):
-                    partial[at, part, d] = sums[i, d]
+                _copy(state[i], sums[i], states[found[i], part], partial[found[i], part])
 
 
 @by_dtype(kernel)
 def finish_chosen(first, stop, _memory, state_at, sums_at, out_at, lse_at, n_pieces, dim):
+    """Merge the pieces of rows `first..stop-1`, and write their outputs `[H · T, D]` and log-sum-exps `[H · T]`."""
     wide = (dim + 15) // 16 * 16
     states = carray(pointer(state_at, float32), (stop, n_pieces, 2))
     partial = carray(pointer(sums_at, float32), (stop, n_pieces, wide))

@@ -35,6 +35,11 @@ _LEAST = np.int32(-0x7F80_0001)  # the sort key of -inf
 
 @by_dtype(kernel)
 def best_chunks(first, stop, memory, scores_at, forced_at, chosen_at, n_queries, n_chunks, n, start, size):
+    """Write the n best-scoring chunks of each query, in ascending order, then -1: `chosen [rows, n]`.
+
+    Of scores `[rows, n_chunks]`, query t sees the first `(start + t) // size`; those in `forced [T, n_chunks]` come
+    first. Time: O(chunks) for each of at most 32 steps of a binary search.
+    """
     chosen, keys = carray(pointer(chosen_at, int64), (stop, n)), carray(pointer(memory, int32), (n_chunks,))
     for row in range(first, stop):
         query = row % n_queries
@@ -69,6 +74,10 @@ def best_chunks(first, stop, memory, scores_at, forced_at, chosen_at, n_queries,
 
 @kernel
 def spread_keys(begin, end, _memory, scores_at, keys_at, n, eps):
+    """Write sort keys `[n]` of `max(scores[i - eps .. i + eps])`, then the largest of each group of `SORTED_GROUP`.
+
+    A task is `SORTED_SCORES` scores. Time: O(n · eps).
+    """
     for task in range(begin, end):
         first = task * SORTED_SCORES
         stop = min(n, first + SORTED_SCORES)

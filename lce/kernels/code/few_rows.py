@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, float32
 
-from lce.kernels.code import vectors
+from lce.kernels.code import tiles, vectors
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel
-from lce.kernels.code.numbers import itemsize, pointer, read, stored
+from lce.kernels.code.numbers import itemsize, pointer
+from lce.kernels.code.rows import pack_words
 from lce.kernels.code.shared import FEW_INPUTS, FEW_ROWS, ITEMSIZE, LANES, MOST_ROWS
 
 # The kinds of `plain`: the dtype of weights, and that of x.
@@ -24,10 +25,9 @@ _BYTES = 4 * FEW_ROWS  # of a word of all weight rows
 
 # Values and functions for each kind: the matrix's dtype or layout, and the dtype of x.
 in_pairs = ByDtype(lambda kind: vectors.PAIRS and kind[1] == "bfloat16")
-_multiply = ByDtype(lambda kind: vectors.multiply(in_pairs[kind], "float32", _shapes))
-_transpose = ByDtype(lambda kind: vectors.transpose(kind[0], in_pairs[kind]))
+_multiply = ByDtype(lambda kind: tiles.multiply("pairs" if in_pairs[kind] else "float32", _shapes))
 _word = ByDtype(lambda kind: "float32" if in_pairs[kind] else kind[0])
-_stored, _read = ByDtype(lambda kind: stored[_word[kind]]), ByDtype(lambda kind: read[_word[kind]])
+_pack_words = ByDtype(lambda kind: pack_words[_word[kind]])
 _word_bytes = ByDtype(lambda kind: itemsize[_word[kind]])
 
 
@@ -39,24 +39,15 @@ def plain(begin, end, memory, x_at, weight_at, sums_at, n, n_rows, size):
     """
     n_words, sums_row = size // 2 if in_pairs else size, (n_rows + FEW_ROWS - 1) // FEW_ROWS * FEW_ROWS
     weight_row = n_words * _word_bytes
-    words = carray(pointer(memory, float32), (FEW_INPUTS, FEW_ROWS))
+    words = carray(pointer(memory, float32), (1, FEW_INPUTS, FEW_ROWS))
     sums = carray(pointer(sums_at, float32), (n, sums_row))
     for task in range(begin, end):
         row = task * FEW_ROWS
         sums[:, row : row + FEW_ROWS] = np.float32(0)
         for first in range(0, n_words, FEW_INPUTS):
             n_here = min(FEW_INPUTS, n_words - first)
-            for lane in range(0, FEW_ROWS, LANES):
-                height = min(LANES, n_rows - row - lane)
-                for word in range(0, n_here, LANES):
-                    at = weight_at + (row + lane) * weight_row + (first + word) * _word_bytes
-                    if height == LANES and n_here - word >= LANES:
-                        _transpose(at, weight_row, memory + word * _BYTES + 4 * lane, _BYTES)
-                        continue
-                    for i in range(height):
-                        numbers = carray(pointer(at + i * weight_row, _stored), (LANES,))
-                        for j in range(min(LANES, n_here - word)):
-                            words[word + j, lane + i] = _read(numbers[j])
+            at = weight_at + row * weight_row + first * _word_bytes
+            _pack_words(at, weight_row, min(FEW_ROWS, n_rows - row), n_here, words)
             add_words(x_at + 4 * first, 4 * n_words, memory, sums_at + 4 * row, 4 * sums_row, n, n_here)
 
 

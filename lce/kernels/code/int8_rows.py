@@ -13,9 +13,9 @@ from numba import carray, float32, int8, int64
 
 from lce.kernels.code import pair_products, quad_products
 from lce.kernels.code.compiling import arguments, by_dtype, call, inner, kernel, number_of
-from lce.kernels.code.numbers import itemsize, pointer, read, stored, write
+from lce.kernels.code.numbers import itemsize, pointer, read, read_row, stored, write
 from lce.kernels.code.pair_products import scale_at
-from lce.kernels.code.rows import FEW_ROWS, _pairs, _soften, scratch
+from lce.kernels.code.rows import FEW_ROWS, _pairs, scratch, weigh
 from lce.kernels.code.shared import KEYS
 from lce.kernels.code.vectors import largest
 
@@ -50,9 +50,7 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
     sums_row, start = 4 * sums.shape[1], first
     query = scores[0, :dim]
     for row in range(n):
-        words, halves = queries[row], carray(pointer(queries[row].ctypes.data, stored), (dim,))
-        for d in range(dim):
-            query[d] = read(halves[d]) if _pairs else words[d]
+        read_row(queries[row].ctypes.data, 0, dim, not _pairs, query)
         q_scales[row] = _put_integers(query, scores[1, :dim], True, q_at + row * q_row)
     while start < stop:
         left = stop - start
@@ -66,15 +64,9 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
             v_scales[key] = scale_at(values_at + key * v_row, dim)
         for row in range(n):
             own, to = scores[row], weights_at + row * w_row
-            low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
-            if low < high:
-                _soften(own, low, high, 16, scale, state[row], sums[row], dim)
-                own[: low // 16 * 16] = np.float32(0)
-                own[high:wide] = np.float32(0)
+            if weigh(own, spans[row], start, size, 0, wide, 16, scale, state[row], sums[row], dim):
                 for key in range(size):
                     own[key] *= v_scales[key]
-            else:
-                own[:wide] = np.float32(0)
             factors[row] = _put_integers(own[:wide], own[:wide], False, to)
         start += size
         n_next = min(KEYS, stop - start)

@@ -11,6 +11,10 @@ from lce.kernels.code.numbers import exp, itemsize, log2, pointer, read, stored,
 
 @by_dtype(kernel)
 def merged(first, stop, memory, n_parts, size, out_at, total_at, parts_at):
+    """Write the merge of n parts, `out = Σ e^(lse_i - total) · out_i` `[rows, size]` and `total = ln Σ e^lse_i`.
+
+    `parts [n, 2]` has the addresses of each part's outputs and log-sum-exps. Bytes moved: each result once.
+    """
     parts = carray(pointer(parts_at, int64), (n_parts, 2))
     total = carray(pointer(total_at, float32), (stop,))
     sums = carray(pointer(memory, float32), (size,))

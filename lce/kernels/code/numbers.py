@@ -27,6 +27,13 @@ def pointer(typing: Any, address: Any, kind: Any) -> Any:
     return result(types.intp, kind), generate
 
 
+@inner
+def following(at, kind, shape):
+    """Return an array of numbers of type `kind` at an address, and the address behind the array."""
+    array = carray(pointer(at, kind), shape)
+    return array, at + array.nbytes
+
+
 _F16, _F32, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
 # The first two reinterpret bits as float32 and back. The last two convert float16, stored as bits, to float32 and back.
 float_of_bits = intrinsic_of("float_of_bits", types.float32(types.uint32), lambda b, x: b.bitcast(x, _F32))

@@ -11,10 +11,10 @@ import numpy as np
 from numba import carray, float32
 
 from lce.kernels.code import vectors
-from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel
-from lce.kernels.code.numbers import itemsize, pointer, read, stored
+from lce.kernels.code.compiling import ByDtype, by_dtype, kernel
+from lce.kernels.code.numbers import following, pointer, read_row
 from lce.kernels.code.products import finish_row
-from lce.kernels.code.rows import PANEL, _pairs, pack_keys, panel_product
+from lce.kernels.code.rows import PANEL, _pairs, pack_keys, packed_kind, rows_product
 from lce.kernels.code.shared import LANES, PACKED_ROWS, PANEL_COLUMNS, PANEL_INPUTS, PANEL_ROWS
 
 # The kinds of `product`: the dtype of weights, and that of a bias and a narrow result. Unpacked weights are float32.
@@ -23,15 +23,12 @@ PRODUCT_KINDS = (
     *((dtype, dtype) for dtype in ("bfloat16", "float16")),
 )
 
-_heights = (6, 2, 1)  # weight rows that are multiplied at once
 _in_pairs = ByDtype(lambda kind: _pairs[kind[0]])
 _widens = ByDtype(lambda kind: kind[0] != "float32" and not _pairs[kind[0]])
-_product = ByDtype(lambda kind: panel_product(_pairs[kind[0]], "float32", _heights))
-_weight_bytes = ByDtype(lambda kind: itemsize[kind[0]])
-_weight, _read_weight = ByDtype(lambda kind: stored[kind[0]]), ByDtype(lambda kind: read[kind[0]])
-_bias, _read_bias = ByDtype(lambda kind: stored[kind[1]]), ByDtype(lambda kind: read[kind[1]])
-_bias_bytes, _finish_row = ByDtype(lambda kind: itemsize[kind[1]]), ByDtype(lambda kind: finish_row[kind[1]])
-_transpose = vectors.transpose("float32", False)
+_product = ByDtype(lambda kind: rows_product(packed_kind[kind[0]]))
+_read_weight, _read_bias = ByDtype(lambda kind: read_row[kind[0]]), ByDtype(lambda kind: read_row[kind[1]])
+_finish_row = ByDtype(lambda kind: finish_row[kind[1]])
+_transpose = vectors.transpose("float32")
 
 
 @by_dtype(kernel)
@@ -48,7 +45,7 @@ def pack(begin, end, _memory, x_at, packed_at, n, size, matrix, row):
         )
         if n - first < PACKED_ROWS:
             packed[:] = np.float32(0)
-        pack_keys(x_at + number * matrix + first * row, row, min(PACKED_ROWS, n - first), size, packed)
+        pack_keys(x_at + number * matrix + first * row, row, min(PACKED_ROWS, n - first), words, packed)
 
 
 @by_dtype(kernel)
@@ -66,30 +63,32 @@ def product(
     panel_bytes, n_parts = 4 * words * PANEL, 2 if gate else 1
     n_blocks, n_slices = (n + PANEL_COLUMNS - 1) // PANEL_COLUMNS, (words + PANEL_INPUTS - 1) // PANEL_INPUTS
     per_slice = (words + n_slices - 1) // n_slices
-    sums = carray(pointer(memory, float32), (2, PANEL_ROWS, PANEL_COLUMNS))
-    memory += 8 * PANEL_ROWS * PANEL_COLUMNS
-    turned = carray(pointer(memory, float32), (2, LANES, PANEL_ROWS))
-    memory += 8 * PANEL_ROWS * LANES
-    bias = carray(pointer(memory, float32), (2, PANEL_ROWS))
-    wide_at = memory + 8 * PANEL_ROWS
+    sums, memory = following(memory, float32, (2, PANEL_ROWS, PANEL_COLUMNS))
+    turned, memory = following(memory, float32, (2, LANES, PANEL_ROWS))
+    bias, memory = following(memory, float32, (2, PANEL_ROWS))
+    widened, _ = following(memory, float32, (PANEL_ROWS, PANEL_INPUTS))
     for task in range(begin, end):
         row, column = task // n_blocks * PANEL_ROWS, task % n_blocks * PANEL_COLUMNS
         n_here, n_columns = min(PANEL_ROWS, n_rows - row), min(PANEL_COLUMNS, n - column)
         for part in range(n_parts):
-            _read_biases(bias_at, part * n_out + first + row, n_here, bias[part])
+            bias[part] = np.float32(0)
+            if bias_at:
+                _read_bias(bias_at, part * n_out + first + row, n_here, False, bias[part])
             sums[part, :n_here] = np.float32(0)
             for number in range(n_slices if packed_at else 0):  # a range with a variable step could raise
                 word, weights_at = number * per_slice, weight_at + part * half
                 n_words = min(per_slice, words - word)
                 if _widens:
-                    _widen(weights_at, row, n_here, size, word, n_words, wide_at)
-                    weights_at, weight_row = wide_at, 4 * PANEL_INPUTS
+                    for i in range(n_here):
+                        _read_weight(weights_at, (row + i) * size + word, n_words, False, widened[i])
+                    weights_at, weight_row = widened.ctypes.data, 4 * PANEL_INPUTS
                 else:
                     weight_row = 4 * words
                     weights_at += row * weight_row + 4 * word
                 x_at = packed_at + column // PANEL * panel_bytes + 4 * PANEL * word
-                _add_slice(
-                    weights_at, weight_row, n_here, x_at, panel_bytes, n_columns, sums[part].ctypes.data, n_words
+                to, last = sums[part].ctypes.data, (n_columns + LANES - 1) // LANES * LANES
+                _product(
+                    n_here, weights_at, weight_row, x_at, 4 * PANEL, panel_bytes, to, 4 * PANEL_COLUMNS, n_words, last
                 )
         for start in range(0, n_columns, LANES):
             for part in range(n_parts):
@@ -106,34 +105,3 @@ def product(
                         turned[part, i, lane] += bias[part, lane]
                 place = (column + start + i) * n_out + first + row
                 _finish_row(out_at, place, n_here, gate, adds, wide, turned[0, i], turned[1, i])
-
-
-@by_dtype(inner)
-def _read_biases(bias_at, first, n, into):
-    """Copy n numbers of a bias, from number `first` on, to the first places of an array; zeros without a bias."""
-    numbers = carray(pointer(bias_at + first * _bias_bytes, _bias), (n,))
-    for i in range(n):
-        into[i] = _read_bias(numbers[i]) if bias_at else np.float32(0)
-
-
-@by_dtype(inner)
-def _widen(weight_at, row, n_rows, size, first, n, to):
-    """Copy inputs `first..first+n-1` of some rows of a matrix `[-, size]` to rows of `PANEL_INPUTS` float32 numbers."""
-    for i in range(n_rows):
-        narrow = carray(pointer(weight_at + ((row + i) * size + first) * _weight_bytes, _weight), (n,))
-        wide = carray(pointer(to + 4 * i * PANEL_INPUTS, float32), (n,))
-        for j in range(n):
-            wide[j] = _read_weight(narrow[j])
-
-
-@by_dtype(inner)
-def _add_slice(weight_at, weight_row, n_rows, x_at, panel_bytes, n_columns, sums_at, n_words):
-    """Add the products of some words of weight rows and of rows of x to sums `[n_rows, PANEL_COLUMNS]`."""
-    for column in range(0, n_columns, PANEL):  # a panel stays in the L1 cache
-        last, i = min(column + PANEL, (n_columns + LANES - 1) // LANES * LANES), 0
-        while i < n_rows:
-            left = n_rows - i
-            step = 6 if left >= 6 else 2 if left >= 2 else 1
-            at, to = weight_at + i * weight_row, sums_at + 4 * i * PANEL_COLUMNS
-            _product(step, at, weight_row, x_at, 4 * PANEL, panel_bytes, to, 4 * PANEL_COLUMNS, n_words, column, last)
-            i += step

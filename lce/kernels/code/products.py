@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, float32, int64
 
-from lce.kernels.code import vectors
+from lce.kernels.code import tiles
 from lce.kernels.code.compiling import ByDtype, by_dtype, features, inner, kernel, number_of
 from lce.kernels.code.numbers import (
     exp,
@@ -34,6 +34,10 @@ _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart 
 
 @by_dtype(kernel)
 def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, out_row, n, n_out, size, around, eps):
+    """Write `x [n, size] · weight [2·n_out or n_out, size]ᵀ + bias`, with what is `around` it; see `cpu.products`.
+
+    A task is `PRODUCT_ROWS` rows of the weights, which are read once for all n rows: `n · size` multiplications each.
+    """
     gate, adds, wide_x, wide_out = around_of(around)
     n_parts = 2 if gate else 1
     x_at_first = memory + BEGUN_BYTES
@@ -100,9 +104,9 @@ def around_of(around):
     return around & 3, around & 4, around & 8, around & 16
 
 
-_dots_of = ByDtype(lambda dtype: vectors.dots(False, dtype, {1: 1, 2: 1, 4: 1}, _CHAINS))
-_add_dots = ByDtype(lambda dtype: vectors.add_dots(dtype, 4, _TOGETHER, _CHAINS))
-_put_dots = vectors.put_dots(4, _TOGETHER, _CHAINS)
+_dots_of = ByDtype(lambda dtype: tiles.dots(dtype, {1: 1, 2: 1, 4: 1}, _CHAINS))
+_add_dots = ByDtype(lambda dtype: tiles.dots(dtype, {4: _TOGETHER}, _CHAINS, begins=False, ends=False))
+_end_dots = ByDtype(lambda dtype: tiles.dots(dtype, {4: _TOGETHER}, _CHAINS, begins=False))
 
 
 @by_dtype(inner)
@@ -122,10 +126,12 @@ def _dots_in_pieces(x, n, weight_at, size, n_rows, n_steps, sums, held_at):
         for tile in range(n_tiles):
             at = weight_at + tile * _TOGETHER * w_row + w_at
             for i in range(n_fours):
-                _add_dots(x[4 * i].ctypes.data + x_at, x_row, at, w_row, held[tile, i].ctypes.data, n_here)
-    for tile in range(n_tiles):
-        for i in range(n_fours):
-            _put_dots(held[tile, i].ctypes.data, sums[4 * i, tile * _TOGETHER :].ctypes.data, sums_row)
+                own_at, sums_at = x[4 * i].ctypes.data + x_at, held[tile, i].ctypes.data
+                to = sums[4 * i, tile * _TOGETHER :].ctypes.data
+                if first + n_here < n_steps:
+                    _add_dots(4, own_at, x_row, at, w_row, to, sums_row, n_here, sums_at)
+                else:
+                    _end_dots(4, own_at, x_row, at, w_row, to, sums_row, n_here, sums_at)
 
 
 @by_dtype(inner)

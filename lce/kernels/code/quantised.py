@@ -197,6 +197,7 @@ def _block_of(codes, scales, lows, supers, block, n_in):
 
 @by_dtype(kernel)
 def unpack(begin, end, memory, codes, scales, lows, supers, out_at, first, n_rows, n_in):
+    """Write rows `first..` of a matrix to `out [n_rows, n_in]`. A task is a block of 16 rows."""
     out, edge = carray(pointer(out_at, _stored), (n_rows, n_in)), carray(pointer(memory, _stored), (LANES, 32))
     for task in range(begin, end):
         of_block = _block_of(codes, scales, lows, supers, first // LANES + task, n_in)
@@ -240,6 +241,7 @@ def sums(begin, end, memory, x_at, codes, scales, lows, supers, sums_at, n, n_ou
 
 @by_dtype(kernel)
 def rows_of(begin, end, memory, ids_at, codes, scales, lows, supers, out_at, n_in):
+    """Write the rows `ids` of a matrix to `out [ids, n_in]`; 16 rows are unpacked for each."""
     ids = carray(pointer(ids_at, int64), (end,))
     out, rows = carray(pointer(out_at, _stored), (end, n_in)), carray(pointer(memory, _stored), (LANES, 32))
     for i in range(begin, end):
@@ -252,6 +254,11 @@ def rows_of(begin, end, memory, ids_at, codes, scales, lows, supers, out_at, n_i
 
 @by_dtype(kernel)
 def pack(begin, end, memory, weight_at, codes_at, scales_at, zeros_at, n_out, n_in):
+    """Quantise `weight [n_out, n_in]`, a block of 16 rows a task.
+
+    With 8 bits, the largest magnitude of a group is 127. With 4 bits, scale and zero have the smallest squared error of
+    some ranges, each corrected by least squares. Time per weight: see `QuantisedMatrix.pack`.
+    """
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
     weight = carray(pointer(weight_at, _stored), (n_out, n_in))
     codes = carray(pointer(codes_at, uint8), (n_blocks, n_groups * _size * _bits // 32, LANES, 4))

@@ -16,10 +16,21 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int64, uint32
 
-from lce.kernels.code import vectors
+from lce.kernels.code import tiles, vectors
 from lce.kernels.code.compiling import ByDtype, arguments, by_dtype, inner, kernel, number_of, separate
-from lce.kernels.code.numbers import bits_of_float, exp2, float_of_bits, itemsize, log2, pointer, read, stored, write
-from lce.kernels.code.shared import ITEMSIZE, KEYS
+from lce.kernels.code.numbers import (
+    bits_of_float,
+    exp2,
+    float_of_bits,
+    following,
+    itemsize,
+    log2,
+    pointer,
+    read,
+    stored,
+    write,
+)
+from lce.kernels.code.shared import KEYS
 from lce.kernels.code.vectors import largest, prefetch_far
 
 FEW_ROWS = 8  # the largest number of query rows for which keys are not packed
@@ -29,16 +40,16 @@ PANEL = 64 if vectors.WIDE else 16  # columns of a panel of packed keys or value
 
 
 @cache
-def panel_product(pairs: bool, dtype: str, heights: tuple[int, ...]) -> Callable[..., Any]:
+def panel_product(kind: str, heights: tuple[int, ...]) -> Callable[..., Any]:
     """Return a compiled function, which kernels call to compute columns of `C += A [rows, n] · B`.
 
     The columns are `first..stop-1`, both multiples of 16. `rows` is one of `heights`. `a`, `b` and `c` are the
     addresses of the matrices, each followed by the bytes between its rows. B consists of panels of `PANEL` columns,
-    `b_panel` bytes from one to the next. `vectors.multiply` explains `pairs` and `dtype`.
+    `b_panel` bytes from one to the next. `tiles.multiply` explains `kind`.
     """
     widths = (4, 2, 1) if vectors.WIDE else (1,)
-    multiply = vectors.multiply(pairs, dtype, tuple((rows, width) for rows in heights for width in widths))
-    itemsize = ITEMSIZE[dtype]
+    multiply = tiles.multiply(kind, tuple((rows, width) for rows in heights for width in widths))
+    itemsize = vectors.WORD_BYTES[kind]
 
     @separate
     def product(rows, a, a_stride, b, b_stride, b_panel, c, c_stride, n, first, stop):
@@ -54,44 +65,63 @@ def panel_product(pairs: bool, dtype: str, heights: tuple[int, ...]) -> Callable
     return product
 
 
+@cache
+def rows_product(kind: str) -> Callable[..., Any]:
+    """Return a compiled function that does what `panel_product` does from column 0 on, for any number of rows."""
+    product = panel_product(kind, (6, 2, 1))
+
+    @inner
+    def all_rows(n_rows, a, a_stride, b, b_stride, b_panel, c, c_stride, n, stop):
+        for column in range(0, stop, PANEL):  # a panel stays in the L1 cache
+            last, i = min(column + PANEL, stop), 0
+            while i < n_rows:
+                rows = 6 if n_rows - i >= 6 else 2 if n_rows - i >= 2 else 1
+                at, to = a + i * a_stride, c + i * c_stride
+                product(rows, at, a_stride, b, b_stride, b_panel, to, c_stride, n, column, last)
+                i += rows
+
+    return all_rows
+
+
 # For each dtype: whether numbers are multiplied in pairs, how many numbers a word has, how many numbers of a query one
 # step of `_dots` takes, and the compiled products and transposition.
 _pairs = ByDtype(lambda dtype: vectors.PAIRS and dtype == "bfloat16")
+packed_kind = ByDtype(lambda dtype: "pairs" if _pairs[dtype] else "float32")  # of words that are packed
 per_word = ByDtype(lambda dtype: 2 if _pairs[dtype] else 1)
 _together = ByDtype(lambda dtype: 32 if _pairs[dtype] else 16)  # packed values that are multiplied at once
 _step = ByDtype(lambda dtype: 32 if _pairs[dtype] else 8)  # values that few rows read while as many keys are fetched
 _lanes = 16 if vectors.WIDE else 8
 _chunk = ByDtype(lambda dtype: _lanes * per_word[dtype])
-_transpose = ByDtype(lambda dtype: vectors.transpose(dtype, _pairs[dtype]))
-_widen = ByDtype(lambda dtype: vectors.widen(dtype))
-_product = ByDtype(lambda dtype: panel_product(_pairs[dtype], "float32", (6,)))
-_direct = ByDtype(lambda dtype: panel_product(False, dtype, (4, 3, 2, 1)))
+_transpose = ByDtype(vectors.transpose)
+_query = ByDtype(lambda dtype: stored[dtype if _pairs[dtype] else "float32"])
+_write_query = ByDtype(lambda dtype: write[dtype if _pairs[dtype] else "float32"])
+_product = ByDtype(lambda dtype: panel_product(packed_kind[dtype], (6,)))
+_direct = ByDtype(lambda dtype: panel_product(dtype, (4, 3, 2, 1)))
 _columns = {1: _lanes, 2: _lanes // 2, 3: _lanes // 4, 4: _lanes // 4}
-_add_8_pairs, _add_16_pairs = vectors.add_pairs(8), vectors.add_pairs(16)
-_dots = ByDtype(lambda dtype: vectors.dots(_pairs[dtype], dtype, _columns, 1, _lanes))
+_add_pairs = tiles.add_pairs((8, 16))
+_dots = ByDtype(lambda dtype: tiles.dots("pairs" if _pairs[dtype] else dtype, _columns, 1, _lanes))
 
 
 @by_dtype(separate)
-def pack_keys(k_at, k_row, n, dim, packed):
-    """Pack keys `[n, D]` at an address: `packed[i, w]` has word w of the keys from key `PANEL·i` on, side by side.
+def pack_words(at, row, n, words, packed):
+    """Pack n rows of words of a dtype, as float32: `packed[i, w, j]` has word w of row `panel·i + j`.
 
-    `packed` is `[panels, D/per_word, PANEL]`; a word has `per_word` numbers of one key.
+    `packed` is `[panels, words, panel]`; words that a row does not have stay as they are. Bytes moved: rows and panels.
     """
-    words, packed_at = dim // per_word, packed.ctypes.data
-    whole_keys, whole_words = n // 16 * 16, words // 16 * 16
-    for key in range(0, whole_keys, 16):
+    panel, packed_at = packed.shape[2], packed.ctypes.data
+    whole_rows, whole_words = n // 16 * 16, words // 16 * 16
+    for first in range(0, whole_rows, 16):
         for word in range(0, whole_words, 16):
-            target = packed_at + 4 * ((key // PANEL * words + word) * PANEL + key % PANEL)
-            _transpose(k_at + key * k_row + word * per_word * itemsize, k_row, target, 4 * PANEL)
-    for key in range(n):
-        first = whole_words if key < whole_keys else 0
-        source = carray(pointer(k_at + key * k_row + first * per_word * itemsize, stored), (dim,))
-        for i in range(words - first):
-            if _pairs:
-                bits = uint32(source[2 * i]) | (uint32(source[2 * i + 1]) << uint32(16))
-                packed[key // PANEL, first + i, key % PANEL] = float_of_bits(bits)
-            else:
-                packed[key // PANEL, first + i, key % PANEL] = read(source[i])
+            target = packed_at + 4 * ((first // panel * packed.shape[1] + word) * panel + first % panel)
+            _transpose(at + first * row + word * itemsize, row, target, 4 * panel)
+    for i in range(n):
+        first = whole_words if i < whole_rows else 0
+        source = carray(pointer(at + i * row + first * itemsize, stored), (words - first,))
+        for word in range(words - first):
+            packed[i // panel, first + word, i % panel] = read(source[word])
+
+
+pack_keys = ByDtype(lambda dtype: pack_words["float32" if _pairs[dtype] else dtype])  # pairs are words as they lie
 
 
 @by_dtype(separate)
@@ -103,7 +133,8 @@ def _pack_values(v_at, row, n, dim, packed):
     """
     for key in range((n + _together - 1) // _together * _together):
         source = carray(pointer(v_at + key * row, stored), (dim,))
-        other = carray(pointer(v_at + (key + 16) * row, stored), (dim,))
+        other = carray(pointer(v_at + min(key + 16, n - 1) * row, stored), (dim,))
+        above = uint32(0xFFFF_0000) if key + 16 < n else uint32(0)  # the bits of the other value, if there is one
         if _pairs and key & 16:
             continue
         for panel in range(len(packed)):
@@ -112,18 +143,11 @@ def _pack_values(v_at, row, n, dim, packed):
             if key >= n:
                 target[:] = np.float32(0)
             elif _pairs:
-                if key + 16 < n:
-                    for d in range(width):
-                        bits = uint32(source[first + d]) | (uint32(other[first + d]) << uint32(16))
-                        target[d] = float_of_bits(bits)
-                else:
-                    for d in range(width):
-                        target[d] = float_of_bits(uint32(source[first + d]))
+                for d in range(width):
+                    bits = uint32(source[first + d]) | ((uint32(other[first + d]) << uint32(16)) & above)
+                    target[d] = float_of_bits(bits)
             else:
-                whole = width // 16 * 16
-                for d in range(0, whole, 16):
-                    _widen(v_at + key * row + (first + d) * itemsize, target[d:].ctypes.data)
-                for d in range(whole, width):
+                for d in range(width):
                     target[d] = read(source[first + d])
 
 
@@ -153,6 +177,23 @@ def _soften(scores, first, stop, together, scale, state, sums, dim):
         seen[i] = weight
         total += weight
     state[1] += total
+
+
+@by_dtype(inner)
+def weigh(scores, span, start, size, begin, end, together, scale, state, sums, dim):
+    """Do what `_soften` does for the keys of a row's span among the `size` keys from key `start` on.
+
+    Other keys from `begin` to `end` get the weight 0. Returns whether the span has such keys.
+    """
+    low, high = max(span[0] - start, 0), min(span[1] - start, size)
+    seen = low < high
+    if seen:
+        _soften(scores, low, high, together, scale, state, sums, dim)
+    else:
+        low = high = end
+    scores[begin : low // together * together] = np.float32(0)
+    scores[high:end] = np.float32(0)
+    return seen
 
 
 @by_dtype(inner)
@@ -203,10 +244,7 @@ def _add_values(n, scores, weights, v_at, v_row, n_values, spare_at, sums_at, su
     for column in range(0, dim, 64):
         columns = 2 if dim - column >= 64 else 1
         source, to = v_at + column * itemsize, sums_at + 4 * column
-        if half == 8:
-            _add_8_pairs(n, columns, at, row, source, v_row, to, sums_row)
-        else:
-            _add_16_pairs(n, columns, at, row, source, v_row, to, sums_row)
+        _add_pairs(half, n, columns, at, row, source, v_row, to, sums_row)
 
 
 @by_dtype(inner)
@@ -223,18 +261,12 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
     while start < stop:
         left = stop - start
         size = left if left <= KEYS else KEYS if left >= KEYS + 16 else KEYS - 16  # leaves 0 keys or at least 16
-        keys_at, values_at = k_at + start * k_row, v_at + start * v_row
+        wide, keys_at, values_at = (size + 15) // 16 * 16, k_at + start * k_row, v_at + start * v_row
         for row in range(0, n, 4):
             q_at, to = queries[row:].ctypes.data, scores[row:].ctypes.data
             _score_keys(min(4, n - row), q_at, q_row, keys_at, k_row, size, to, values_at, v_row, dim)
         for row in range(n):
-            low, high = max(spans[row, 0] - start, 0), min(spans[row, 1] - start, size)
-            if low < high:
-                _soften(scores[row], low, high, 16, scale, state[row], sums[row], dim)
-                scores[row, : low // 16 * 16] = np.float32(0)
-                scores[row, high : (size + 15) // 16 * 16] = np.float32(0)
-            else:
-                scores[row, : (size + 15) // 16 * 16] = np.float32(0)
+            weigh(scores[row], spans[row], start, size, 0, wide, 16, scale, state[row], sums[row], dim)
         start += size
         for key in range(0, size, _step):
             here = min(_step, size - key)
@@ -272,7 +304,7 @@ def attend_rows(first, stop, _memory, args):
     start = first
     while start < stop:
         size = min(KEYS - (place + start) % KEYS, stop - start)
-        pack_keys(k_at + start * k_row, k_row, size, dim, keys)
+        pack_keys(k_at + start * k_row, k_row, size, words, keys)
         _pack_values(v_at + start * v_row, v_row, size, dim, values)
         for row in range(0, n, 6):
             begin, last = size, int64(0)
@@ -288,14 +320,8 @@ def attend_rows(first, stop, _memory, args):
                 panel = keys.strides[0]
                 _product(6, q_at, 4 * words, keys.ctypes.data, 4 * PANEL, panel, to, 4 * KEYS, words, begin, last)
                 for i in range(6):
-                    low, high = max(spans[row + i, 0] - start, 0), min(spans[row + i, 1] - start, size)
-                    if low < high:
-                        _soften(scores[i], low, high, _together, scale, state[row + i], sums[row + i], dim)
-                        low, high = low // _together * _together, (high + _together - 1) // _together * _together
-                    else:
-                        low, high = begin, begin
-                    scores[i, begin:low] = np.float32(0)
-                    scores[i, high:end] = np.float32(0)
+                    r = row + i
+                    weigh(scores[i], spans[r], start, size, begin, end, _together, scale, state[r], sums[r], dim)
                 if _pairs:
                     for i in range(6):
                         for j in range(begin, end, 32):
@@ -319,22 +345,15 @@ def put_query(q_at, cos_at, sin_at, dim, turned, to):
     half = dim // 2
     left, right = carray(pointer(q_at, stored), (half,)), carray(pointer(q_at + half * itemsize, stored), (half,))
     cos, sin = carray(pointer(cos_at, stored), (half,)), carray(pointer(sin_at, stored), (half,))
+    out_left, end = following(to, _query, (half,))
+    out_right = carray(pointer(end, _query), (half,))
     # One output a loop: LLVM vectorises no loop with more than eight pairs of arrays that might overlap.
-    if _pairs:
-        bits_left, bits_right = carray(pointer(to, stored), (half,)), carray(pointer(to + dim, stored), (half,))
-        for i in range(half):
-            bits_left[i] = write(read(left[i]) * read(cos[i]) - read(right[i]) * read(sin[i])) if turned else left[i]
-        for i in range(half):
-            bits_right[i] = write(read(right[i]) * read(cos[i]) + read(left[i]) * read(sin[i])) if turned else right[i]
-    else:
-        out_left = carray(pointer(to, float32), (half,))
-        out_right = carray(pointer(to + 4 * half, float32), (half,))
-        for i in range(half):
-            a = read(left[i])
-            out_left[i] = a * read(cos[i]) - read(right[i]) * read(sin[i]) if turned else a
-        for i in range(half):
-            b = read(right[i])
-            out_right[i] = b * read(cos[i]) + read(left[i]) * read(sin[i]) if turned else b
+    for i in range(half):
+        a = read(left[i])
+        out_left[i] = _write_query(a * read(cos[i]) - read(right[i]) * read(sin[i]) if turned else a)
+    for i in range(half):
+        b = read(right[i])
+        out_right[i] = _write_query(b * read(cos[i]) + read(left[i]) * read(sin[i]) if turned else b)
 
 
 @by_dtype(inner)
@@ -355,19 +374,12 @@ def scratch(at, n_rows, dim):
     """
     wide, words, n_rows = (dim + 15) // 16 * 16, dim // per_word, (n_rows + 5) // 6 * 6
     n_panels = (wide + PANEL - 1) // PANEL
-    spans = carray(pointer(at, int64), (n_rows, 2))
-    at += 16 * n_rows
-    keys = carray(pointer(at, float32), (KEYS // PANEL, words, PANEL))
-    at += 4 * words * KEYS
-    values = carray(pointer(at, float32), (n_panels, KEYS // per_word, PANEL))
-    at += 4 * KEYS // per_word * n_panels * PANEL
-    scores = carray(pointer(at, float32), (8, KEYS))
-    at += 32 * KEYS
-    weights = carray(pointer(at, float32), (6, KEYS // 2))
-    at += 12 * KEYS
-    sums = carray(pointer(at, float32), (n_rows, wide))
-    at += 4 * n_rows * wide
-    queries = carray(pointer(at, float32), (n_rows, words))
-    at += 4 * n_rows * words
-    state = carray(pointer(at, float32), (n_rows, 2))
+    spans, at = following(at, int64, (n_rows, 2))
+    keys, at = following(at, float32, (KEYS // PANEL, words, PANEL))
+    values, at = following(at, float32, (n_panels, KEYS // per_word, PANEL))
+    scores, at = following(at, float32, (8, KEYS))
+    weights, at = following(at, float32, (6, KEYS // 2))
+    sums, at = following(at, float32, (n_rows, wide))
+    queries, at = following(at, float32, (n_rows, words))
+    state, _ = following(at, float32, (n_rows, 2))
     return queries, spans, state, sums, keys, values, scores, weights

@@ -8,11 +8,12 @@ from numba import carray, float32
 from lce.kernels.code.choices import key_of_score, score_of_key
 from lce.kernels.code.compiling import ByDtype, by_dtype, inner, kernel, number_of
 from lce.kernels.code.numbers import exp, itemsize, pointer, read, read_row, stored
-from lce.kernels.code.rows import PANEL, _pairs, panel_product, per_word
+from lce.kernels.code.rows import PANEL, packed_kind, panel_product, per_word, rows_product
 from lce.kernels.code.shared import LANES, PACKED_ROWS, SCORED_COLUMNS, SCORED_KEYS, SCORED_TOKENS
 
 _TALL = 6  # keys whose products with a panel of queries stay in registers
-_product = ByDtype(lambda dtype: panel_product(_pairs[dtype], "float32", (_TALL, 1)))
+_all_rows = ByDtype(lambda dtype: rows_product(packed_kind[dtype]))
+_product = ByDtype(lambda dtype: panel_product(packed_kind[dtype], (_TALL, 1)))
 
 
 @by_dtype(inner)
@@ -62,9 +63,7 @@ def _readable(keys_at, row, n, dim, wide):
     if dim // per_word != dim or itemsize == 4:
         return keys_at, row
     for i in range(n):
-        narrow = carray(pointer(keys_at + i * row, stored), (dim,))
-        for d in range(dim):
-            wide[i, d] = read(narrow[d])
+        read_row(keys_at + i * row, 0, dim, False, wide[i])
     return wide.ctypes.data, 4 * dim
 
 
@@ -83,19 +82,12 @@ def scores_of_many(begin, end, memory, packed_at, keys_at, out_at, n, n_keys, di
         rows_at, row = _readable(at, row, stop - first, dim, wide)
         out_here = out_at + 4 * first * n
         carray(pointer(out_here, float32), ((stop - first) * n,))[:] = np.float32(0)
-        for column in range(0, n, PANEL):  # a panel stays in the L1 cache
-            key, last = 0, min(n, column + PANEL)
-            while key < stop - first:
-                rows = _TALL if stop - first - key >= _TALL else 1
-                to = out_here + 4 * key * n
-                _product(
-                    rows, rows_at + key * row, row, packed_at, 4 * PANEL, panel_bytes, to, 4 * n, words, column, last
-                )
-                key += rows
+        _all_rows(stop - first, rows_at, row, packed_at, 4 * PANEL, panel_bytes, out_here, 4 * n, words, n)
 
 
 @by_dtype(kernel)
 def tops_of(begin, end, _memory, scores_at, tops_at, n_tokens, n, row):
+    """Write the largest score of each query in `SCORED_COLUMNS` rows of `scores [n_tokens, n]`: `tops [tasks, n]`."""
     scores = carray(pointer(scores_at, stored), (n_tokens, row))
     tops = carray(pointer(tops_at, float32), (end, n))
     for task in range(begin, end):
@@ -109,6 +101,7 @@ def tops_of(begin, end, _memory, scores_at, tops_at, n_tokens, n, row):
 
 @by_dtype(kernel)
 def best_of(begin, end, _memory, scores_at, best_at, n_tokens, n, row, top_at):
+    """Write `best[i] = max_t (scores[i, t] - top[t])` for `scores [n_tokens, n]`; NaN counts as the largest."""
     scores = carray(pointer(scores_at, stored), (n_tokens, row))
     top, best = carray(pointer(top_at, float32), (n,)), carray(pointer(best_at, float32), (n_tokens,))
     for i in range(begin * SCORED_COLUMNS, min(n_tokens, end * SCORED_COLUMNS)):
@@ -165,6 +158,10 @@ def weight_sums(
 def add_weights(
     begin_task, end_task, memory, logits_at, lse_at, into_at, n_heads, n, n_keys, stride, first_behind, window, scale
 ):
+    """Add weights for n queries: `into[h, j] += Σ_t e^(scale · logits[h, t, j] - lse[h, t])`; `logits [H, n, N]`.
+
+    A task is `SCORED_KEYS` keys of a head. Query t sees the keys `first_behind + t - window + 1 .. first_behind + t`.
+    """
     lse = carray(pointer(lse_at, float32), (n_heads, n))
     into = carray(pointer(into_at, float32), (n_heads, stride))
     factor = number_of(scale)
