@@ -264,9 +264,8 @@ class LayerCache:
         of what it reads. Nothing moves if a budget limits the memory, or less than twice the bytes are free.
         """
         buffer, layout = self.buffer, self.layout
-        if not buffer.first or self.tiers.growing or Limits(layout).budget is not None:
-            return
-        if self.tiers.n_read[self.index] < buffer.first * layout.n_groups:
+        few = buffer.first and self.tiers.n_read[self.index] < buffer.first * layout.n_groups
+        if not buffer.first or few or self.tiers.growing or Limits(layout).budget is not None:
             return
         n_left = layout.first_layer + layout.n_layers - self.index
         free, self.tiers.n_read[self.index] = free_memory(layout.device), 0

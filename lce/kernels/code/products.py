@@ -1,8 +1,4 @@
-"""Products of a few input rows with a weight matrix, which is read once, at the speed of memory.
-
-The kernel also does the operations around a product in a decoder layer: the norm of the input, the bias, the gate of an
-MLP, and the sum with the hidden states.
-"""
+"""The kernel of `lce.kernels.cpu.products`, and what it shares with that of quantised weights."""
 
 from __future__ import annotations
 
@@ -27,8 +23,6 @@ from lce.kernels.code.shared import BEGUN_BYTES, LANES, MOST_ROWS, PRODUCT_ROWS
 _TOGETHER = 2 if "avx512f" in features() else 1  # weight rows that are multiplied at a time with four rows of x
 _PIECE = 12  # steps that are done at a time with all rows of a task, so that x stays in the L1 cache
 _CHAINS = 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
-
-
 _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart compete for the same L1 cache lines
 
 

@@ -17,8 +17,6 @@ _best_chunks, _spread_keys, _best_keys = (
     Kernel("choices.spread_keys"),
     Kernel("choices.best_keys"),
 )
-
-
 _ROWS = 8  # the smallest number of rows of scores that a thread of `best_chunks` takes
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from lce.kernels.cpu.kernel import Kernels
 
 _merged = Kernels("merging.merged")
-
-
 _ROWS = 64  # the smallest number of queries that a thread takes
 
 
