@@ -70,6 +70,7 @@ class KVCache:
     file: RowFile | None = None
     evicted: Eviction = field(default_factory=Eviction)
     _pass: Literal["none", "writing", "committing"] = "none"
+    _past: dict[str, Traffic] = field(default_factory=dict)  # of tiers that were left
 
     @classmethod
     def empty(cls, layout: CacheLayout, capacity: int = 0, file: RowFile | None = None) -> "KVCache":
@@ -146,7 +147,7 @@ class KVCache:
         if self.stacks and not self.growing and not any(layer.buffer.first for layer in self.layers):
             for layer in self.layers:
                 layer.stack = None
-            self.stacks = []
+            self._past, self.stacks = self.traffic, []
         self._pass = "writing"
 
     def has_space(self, n_tokens: int) -> bool:
@@ -286,8 +287,8 @@ class KVCache:
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """Hits, misses and bytes moved, for each tier by name; empty while there are no tiers."""
-        found: dict[str, Traffic] = {}
+        """Hits, misses and bytes moved, for each tier by name; empty if there were no tiers."""
+        found = dict(self._past)
         for tier in {id(tier.traffic): tier for tier in self.tiers}.values():  # two disk tiers share one `Traffic`
             before = found.get(tier.name, Traffic())
             found[tier.name] = Traffic(*map(operator.add, astuple(before), astuple(tier.traffic)))

@@ -174,7 +174,8 @@ class LayerCache:
 
     def stored(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return what `span` returns, in the dtype that the device stores. `Attention.dense` takes this dtype, too."""
-        self._bring()
+        if self.buffer.first:
+            self._bring()
         first, size = self.buffer.first, self.layout.chunk_size
         if start >= first:
             return self.buffer.span(start, stop)
@@ -211,7 +212,8 @@ class LayerCache:
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return copies `k v [G, n, D]`, in the stored dtype, of ascending tokens `index [n]`, maybe to `into`."""
-        self._bring()
+        if self.buffer.first:
+            self._bring()
         first = self.buffer.first
         if not first:
             into = None if into is None else into.view(self.buffer.k.dtype)
@@ -237,7 +239,8 @@ class LayerCache:
         Chunks in the tiers come first: see `TierStack.rounds`. Chunks in the buffer come last, without a copy. A round
         has later chunks of a KV head than the rounds before. All rounds together wait for the device once.
         """
-        self._bring()
+        if self.buffer.first:
+            self._bring()
         n_old, n_chunks = self.buffer.first // self.layout.chunk_size, self.stop // self.layout.chunk_size
         if not n_old:
             yield self.buffer.tiles(n_chunks)
@@ -258,14 +261,14 @@ class LayerCache:
             yield self.buffer.tiles(n_chunks)
 
     def _bring(self) -> None:
-        """Move all tokens from the tiers to the buffer, once as many were read from there as the tiers have.
+        """Move all tokens to the buffer, once as many were read from the tiers as these have.
 
-        So a context that was opened from a file and is used for long becomes one in memory, for at most twice the cost
-        of what it reads. Nothing moves if a budget limits the memory, or less than twice the bytes are free.
+        So a context from a file that is used for long becomes one in memory, for at most twice the cost of what it
+        reads. Nothing moves if a budget limits the memory, or less than twice the bytes are free.
         """
         buffer, layout = self.buffer, self.layout
-        few = buffer.first and self.tiers.n_read[self.index] < buffer.first * layout.n_groups
-        if not buffer.first or few or self.tiers.growing or Limits(layout).budget is not None:
+        few = self.tiers.n_read[self.index] < buffer.first * layout.n_groups
+        if few or self.tiers.growing or Limits(layout).budget is not None:
             return
         n_left = layout.first_layer + layout.n_layers - self.index
         free, self.tiers.n_read[self.index] = free_memory(layout.device), 0

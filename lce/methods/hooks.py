@@ -22,8 +22,6 @@ from lce.methods.costs import Cost
 # A check takes the method, the value that a hook returned, and the hook's arguments. It returns None for a valid value,
 # or else a text that says what was expected.
 Check = Callable[..., str | None]
-
-
 begun = False  # whether hooks of classes made from now on are checked: once the methods of lce are imported
 
 

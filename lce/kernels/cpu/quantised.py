@@ -113,7 +113,7 @@ class QuantisedMatrix:
 def arrange(layout: Layout, codes: NDArray[np.int8], out: Tensor) -> None:
     """Write codes `[rows, in]` to the blocks `out`, a part of a matrix's `codes` that is all zeros.
 
-    Codes of fewer than 8 bits are from `-offset` on. Time per weight: about 0.3 ns, with 5 or 6 bits X ns. A kernel
+    Codes of fewer than 8 bits are from `-offset` on. Time per weight: about 0.3 ns, with 5 or 6 bits 1.3 ns. A kernel
     would not be faster, and takes time and memory to load.
     """
     n_rows, n_in = codes.shape
@@ -135,14 +135,11 @@ def arrange(layout: Layout, codes: NDArray[np.int8], out: Tensor) -> None:
         eight &= np.uint64(0x00FF_0000_00FF)
         eight |= odd << np.uint64(8)
         eight |= eight >> np.uint64(24)
-        if layout.bits not in MIXED:
-            put(eight.astype(np.uint32), out.view(torch.uint32))
-            return
-        n_alike = 4 // (layout.bits - 4)
-        words = np.empty((n_rows, n_in // 8 // n_alike, n_alike + 1), np.uint32)
-        words[:, :, :-1] = eight.reshape(words.shape[0], -1, n_alike)
-        words[:, :, -1] = _above(high, layout.bits - 4)
-        put(words.reshape(n_rows, -1), out.view(torch.uint32))
+        words = eight.astype(np.uint32)
+        if layout.bits in MIXED:
+            pieces = words.reshape(n_rows, -1, 4 // (layout.bits - 4)), _above(high, layout.bits - 4)[:, :, None]
+            words = np.concatenate(pieces, axis=2).reshape(n_rows, -1)
+        put(words, out.view(torch.uint32))
 
 
 def _above(high: NDArray[np.uint64], bits: int) -> NDArray[np.uint32]:
