@@ -142,13 +142,16 @@ class KVCache:
             self.layers[layer].tiers.prefetch(layer)
 
     def begin(self) -> None:
-        """Settle an earlier pass that was interrupted, then begin a pass. Tiers without tokens are left."""
+        """Settle an earlier pass that was interrupted, then begin a pass."""
         self.settle()
         if self.stacks and not self.growing and not any(layer.buffer.first for layer in self.layers):
-            for layer in self.layers:
-                layer.stack = None
-            self._past, self.stacks = self.traffic, []
+            self._leave_tiers()
         self._pass = "writing"
+
+    def _leave_tiers(self) -> None:
+        for layer in self.layers:
+            layer.stack = None
+        self._past, self.stacks = self.traffic, []
 
     def has_space(self, n_tokens: int) -> bool:
         """Return whether a recorded step (a CUDA graph) can write token `n_tokens - 1` without allocating memory."""

@@ -174,9 +174,7 @@ class LayerCache:
 
     def stored(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return what `span` returns, in the dtype that the device stores. `Attention.dense` takes this dtype, too."""
-        if self.buffer.first:
-            self._bring()
-        first, size = self.buffer.first, self.layout.chunk_size
+        first, size = self.buffer.first and self._bring(), self.layout.chunk_size
         if start >= first:
             return self.buffer.span(start, stop)
         begin, border = start // size, min(stop, first)
@@ -212,9 +210,7 @@ class LayerCache:
     @timed("cache")
     def tokens(self, index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return copies `k v [G, n, D]`, in the stored dtype, of ascending tokens `index [n]`, maybe to `into`."""
-        if self.buffer.first:
-            self._bring()
-        first = self.buffer.first
+        first = self.buffer.first and self._bring()
         if not first:
             into = None if into is None else into.view(self.buffer.k.dtype)
             return take_rows((self.buffer.k, self.buffer.v), index, into)
@@ -239,9 +235,8 @@ class LayerCache:
         Chunks in the tiers come first: see `TierStack.rounds`. Chunks in the buffer come last, without a copy. A round
         has later chunks of a KV head than the rounds before. All rounds together wait for the device once.
         """
-        if self.buffer.first:
-            self._bring()
-        n_old, n_chunks = self.buffer.first // self.layout.chunk_size, self.stop // self.layout.chunk_size
+        first, size = self.buffer.first and self._bring(), self.layout.chunk_size
+        n_old, n_chunks = first // size, self.stop // size
         if not n_old:
             yield self.buffer.tiles(n_chunks)
         else:
@@ -260,8 +255,8 @@ class LayerCache:
         if wanted[:, n_old:].any() or not pages.any():
             yield self.buffer.tiles(n_chunks)
 
-    def _bring(self) -> None:
-        """Move all tokens to the buffer, once as many were read from the tiers as these have.
+    def _bring(self) -> int:
+        """Move all tokens to the buffer, once as many were read from the tiers as these have. Return its first token.
 
         So a context from a file that is used for long becomes one in memory, for at most twice the cost of what it
         reads. Nothing moves if a budget limits the memory, or less than twice the bytes are free.
@@ -269,16 +264,17 @@ class LayerCache:
         buffer, layout = self.buffer, self.layout
         few = self.tiers.n_read[self.index] < buffer.first * layout.n_groups
         if few or self.tiers.growing or Limits(layout).budget is not None:
-            return
+            return buffer.first
         n_left = layout.first_layer + layout.n_layers - self.index
         free, self.tiers.n_read[self.index] = free_memory(layout.device), 0
         if free is not None and free < 2 * buffer.first * layout.token_bytes * n_left // layout.n_layers:
-            return
+            return buffer.first
         whole = KVBuffer(layout, buffer.first + buffer.capacity)
         for start, stop in self.segments(0, buffer.first):
             whole.fill(start, *self.tiers.chunks(self.index, start // layout.chunk_size, stop // layout.chunk_size))
         whole.fill(buffer.first, *buffer.span(buffer.first, self.stop))
         self.buffer = whole
+        return 0
 
     def write(self, k: Tensor, v: Tensor, turn: Turn | None = None, at: Tensor | None = None) -> None:
         """Write a block's keys and values `[G, T, D]` after the committed ones; `turn [T, D/2]`, if given, rotates k.

@@ -52,9 +52,8 @@ def linear(
     product's first half times its second half, `[T, out / 2]`. With `onto`, the result is added to that tensor in
     place. The result has the dtype of the weights, or `out_dtype` float32: the sums as they are, not rounded. If a norm
     is given, x may be float32. For up to `SHARED_ROWS` rows of `generated` tokens, one kernel does everything, reads
-    the weights at memory bandwidth, and rounds once. On a CPU a row's bits depend on `generated`, and not on T where
-    lce's kernels run; where PyTorch multiplies many rows (`panels.arithmetic`), few read ones are multiplied as
-    generated ones are.
+    the weights at memory bandwidth, and rounds once; also for read ones where PyTorch multiplies many rows on a CPU
+    (`panels.arithmetic`). Where lce does, a row's bits depend on `generated`, and not on T.
     """
     if isinstance(weight, SummedMatrix | VocabularyPart):
         return weight.linear(x, bias, norm=norm, eps=eps, onto=onto, generated=generated)
