@@ -32,8 +32,8 @@ class ContextData:
 
     The cache may lack the last of `token_ids`. `logits [vocab]` follow the last token in the cache. `announced` is the
     length announced for the context; some RoPE scalings depend on it. `source` names the file that was opened. `saves`
-    has the identities of the files that the context was opened from or saved to. The first
-    `only_read` tokens were read, not generated.
+    has the identities of the files that the context was opened from or saved to. None of the first `only_read` tokens
+    was generated.
     """
 
     cache: KVCache

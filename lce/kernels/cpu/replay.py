@@ -133,7 +133,7 @@ class _Recording:
 
 
 def _range(x: Tensor) -> Range:
-    """Return the memory of a tensor that has no gaps, or is a view of the rows of one."""
+    """Return the memory from a tensor's first number to its last one."""
     return x.data_ptr(), (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) * x.itemsize
 
 

@@ -111,17 +111,16 @@ def any_codes(layout: Layout, n_out: int, n_in: int) -> QuantisedMatrix:
 @pytest.mark.parametrize("kind", [*shared.LAYOUTS, *DTYPES], ids=str)
 @pytest.mark.parametrize(("n_out", "n_in"), [(96, 512), (74, 328)])
 def test_few_rows_have_the_bits_of_many(kind: Layout | torch.dtype, n_out: int, n_in: int) -> None:
-    """For each number of rows and threads, with a bias, a gate, a sum, and results of any dtype that lce multiplies."""
+    """For each number of rows and threads, with a bias, a gate, a sum, and results of any dtype."""
     if isinstance(kind, Layout) and kind.nested:
         n_in = 512
     gates: tuple[Gate | None, ...] = (None, "silu", "gelu_tanh") if n_out % 32 == 0 else (None,)
-    dtypes = DTYPES if isinstance(kind, Layout) else (kind,)
-    if not (dtypes := [dtype for dtype in dtypes if panels.arithmetic(dtype)]):
+    if not isinstance(kind, Layout) and panels.arithmetic(kind) is None:
         pytest.skip("PyTorch multiplies this dtype here")
-    for dtype in dtypes:
+    for dtype in DTYPES if isinstance(kind, Layout) else (kind,):
         weight = any_codes(kind, n_out, n_in) if isinstance(kind, Layout) else torch.randn(n_out, n_in).to(dtype)
         bias = torch.randn(n_out).to(dtype)
-        for number in {torch.float32, panels.arithmetic(dtype)}:
+        for number in {torch.float32, panels.arithmetic(dtype) or torch.float32}:
             x = torch.randn(40, n_in).to(number)
             for around in itertools.product((None, bias), gates, (False, True), {dtype, torch.float32}):
                 torch.set_num_threads(1)
