@@ -357,6 +357,12 @@ class _OpenGroup(MethodState):
         (current, rest), n_rows = divmod(n_tokens, self.size), self.n_rows or self.size
         return (number == current if rest else number <= current) and _has_rows(tensor, n_rows, self.row_bytes)
 
+    def _of(self, group: int) -> Tensor:
+        """Return the rows of a group that was open when this pass began, or that this pass wrote."""
+        rows = next((rows for rows, number in (self._held, self._next) if number == group), None)
+        assert rows is not None, "rows of a group that is not open"
+        return rows
+
     def nearest(self, n_tokens: int, length: int) -> int:
         group = n_tokens // self.size
         return n_tokens if group == length // self.size else group * self.size
@@ -408,10 +414,9 @@ class OpenChunk(_OpenGroup):
         self.buffer.index_copy_(1, offset, rows.to(self.buffer.dtype))
 
     def span(self, start: int, stop: int) -> Tensor:
-        """Return the rows of tokens `start..stop-1` of the committed open chunk, a view."""
-        chunk_id = self._held[1]
-        assert chunk_id == start // self.size, "rows of a chunk that is not open"
-        return self.buffer[:, start - chunk_id * self.size : stop - chunk_id * self.size]
+        """Return the rows of tokens `start..stop-1` of the open chunk, committed or of this pass, a view."""
+        rows, first = self._of(start // self.size), start // self.size * self.size
+        return rows[:, start - first : stop - first]
 
     def committed(self, n_tokens: int) -> Held:
         rows, chunk_id = self._held
@@ -431,9 +436,8 @@ class FirstRow(_OpenGroup):
         self._next = (row.clone(memory_format=torch.contiguous_format), group)
 
     def row(self, group: int) -> Tensor:
-        """Return the row of the group that was open when this pass began."""
-        assert self._held[1] == group, "the row of a group that is not open"
-        return self.buffer
+        """Return the row of the group that was open when this pass began, or that this pass wrote last."""
+        return self._of(group)
 
 
 @dataclass(eq=False)

@@ -2,7 +2,8 @@
 
 Each lane attends with its own method and cache. Lanes of generated tokens share matrix products in groups of a few
 rows, and the kernel sums each row in the same order as for one row alone. A lane of read tokens shares no product. So
-on a CPU the bits of a lane's results do not depend on other lanes.
+on a CPU the bits of a lane's results do not depend on other lanes; and several tokens that were proposed, not drawn
+one by one, have the bits of their own steps.
 """
 
 import math
@@ -17,7 +18,7 @@ from lce.cache.kv import KVCache
 from lce.errors import ModelError
 from lce.methods.run import Block, Driver
 from lce.models.layers import Model
-from lce.models.products import SHARED_ROWS, Slices, put_token, seam, sliced
+from lce.models.products import SHARED_ROWS, Slices, put_tokens, seam, sliced
 from lce.models.rope import Rope
 from lce.profiling import timed
 
@@ -26,8 +27,9 @@ from lce.profiling import timed
 class Lane:
     """The T tokens that one context adds in a pass. `start` rows of the context's cache precede them.
 
-    After a `forward` that succeeds the cache has the tokens, `logits [vocab]` (float32) follow the last token, and
-    `hidden [T, hidden]` are the last layer's states. After a failure the cache is as before, and `error` says why.
+    After a `forward` that succeeds the cache has the tokens, `logits [vocab]` (float32) follow the last token, `drawn`
+    are those after each generated token, `[T, vocab]`, and `hidden [T, hidden]` are the last layer's states. After a
+    failure the cache is as before, and `error` says why.
 
     `recorded`, if any, appends the lane's token by a recorded step, or returns False if there is no such step. A
     recorded step sets `likeliest`, the likeliest next token, instead of `hidden`. With `ahead` the step of the token
@@ -40,8 +42,9 @@ class Lane:
     token_ids: Sequence[int]
     recorded: "Callable[[Lane], bool] | None" = None
     ahead: bool = False
-    decoding: bool = False  # whether the lane has one token, which was sampled: see `Step`
+    decoding: bool = False  # whether the tokens, at most `SHARED_ROWS`, were sampled or are proposed: see `Step`
     logits: Tensor | None = None
+    drawn: Tensor | None = None
     hidden: Tensor | None = None
     likeliest: int | None = None
     error: Exception | None = None
@@ -97,11 +100,14 @@ class Lane:
             return None
 
     def finish(self, hidden: Tensor, logits: Tensor) -> None:
-        """Commit the lane's tokens to the cache, unless the lane has failed or its logits are not finite."""
+        """Commit the lane's tokens to the cache, unless the lane has failed or its logits are not finite.
+
+        `logits [n, vocab]` follow the lane's last n tokens: all of them, if they were generated.
+        """
         try:
             if self.error is None:
-                check_logits(logits[None], self.indices[1] - 1)
-                self.hidden, self.logits = hidden, logits
+                check_logits(logits, self.indices[1] - len(logits))
+                self.hidden, self.logits, self.drawn = hidden, logits[-1], logits
                 self.cache.commit()
         except Exception as error:
             self.fail(error)
@@ -110,7 +116,7 @@ class Lane:
         """Mark the lane as failed and restore the cache. Only the first error counts."""
         if self.error is None:
             self.cache.settle()
-            self.hidden, self.logits, self.error = None, None, error
+            self.hidden, self.logits, self.drawn, self.error = None, None, None, error
 
 
 def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -> list[Tensor]:
@@ -128,13 +134,13 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
                     indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
-                    attend = begun[0].block if len(begun) == 1 else _LanesAttend(begun)
-                    generated = begun[0].decoding
+                    generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
+                    attend = _LanesAttend(begun, sizes) if generated and sum(sizes) > 1 else begun[0].block
                     with sliced(None if generated else slices):
                         hidden = model(ids, indices, attend, generated)
                     last = model.logits(hidden if generated else hidden[-1:], drawn=True)
-                    parts = hidden.split([len(lane.token_ids) for lane in begun])
-                    for lane, part, logits in zip(begun, parts, last, strict=True):
+                    rows = last.split(sizes) if generated else [last]
+                    for lane, part, logits in zip(begun, hidden.split(sizes), rows, strict=True):
                         lane.finish(part, logits)
             except Exception as error:  # a shared product failed
                 for lane in group:
@@ -148,23 +154,31 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
 
 
 def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
-    """Split lanes into groups that share products: up to `SHARED_ROWS` that decode, or one whose tokens are read."""
-    decoding = [lane for lane in lanes if lane.decoding]
-    shared = [decoding[first : first + SHARED_ROWS] for first in range(0, len(decoding), SHARED_ROWS)]
+    """Split lanes into groups that share products: up to `SHARED_ROWS` generated tokens, or one lane of read ones."""
+    shared, n_rows = list[list[Lane]](), SHARED_ROWS
+    for lane in lanes:
+        if lane.decoding:
+            n_rows += len(lane.token_ids)
+            if n_rows > SHARED_ROWS:
+                shared.append([])
+                n_rows = len(lane.token_ids)
+            shared[-1].append(lane)
     return [*shared, *([lane] for lane in lanes if not lane.decoding)]
 
 
 class _LanesAttend:
-    """The attention of several lanes of one token each, on `q [H, B, D]`, `k v [G, B, D]`."""
+    """The attention of lanes of `sizes` generated tokens, on `q [H, B, D]`, `k v [G, B, D]` for B tokens in all."""
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: Sequence[Lane], sizes: Sequence[int]) -> None:
+        self.lanes, self.sizes = lanes, sizes
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        joined = q.new_empty(len(self.lanes), len(q), q.shape[2]).transpose(0, 1)
-        for i, lane in enumerate(self.lanes):
-            put_token(lane.attend(layer, *(x[:, i : i + 1] for x in (q, k, v))), joined, i)
+        joined, first = q.new_empty(q.shape[1], len(q), q.shape[2]).transpose(0, 1), 0
+        for lane, size in zip(self.lanes, self.sizes, strict=True):
+            out = lane.attend(layer, *(x[:, first : first + size] for x in (q, k, v)))
+            put_tokens(out, joined, first)
             seam()
+            first += size
         return joined
 
     def memory(self) -> list[list[tuple[int, int]]] | None:

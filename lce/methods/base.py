@@ -15,6 +15,7 @@ answer. `Method` promises all but `analysis`, for classes that only declare part
 - `noted`: the chunks or tokens that queries choose are passed to `Step.note`.
 - `kept`: only `keep` and `keep_queries` write the method's state; attention does not.
 - `by_head`: a KV head's outputs depend on no other KV head.
+- `by_row`: a query's output depends on no other query of its block; generated tokens may be attended at once.
 - `plain`: all parts are spans, attention is what they say, and only keys, values and recent keys are kept.
 - `dense`, of a method that chooses chunks: a text of no more chunks than a query attends has full attention.
 - `complete`, of the same: in a recorded step, incomplete chunks change no score or choice of other chunks.
@@ -50,7 +51,7 @@ from lce.methods.turned_keys import keep_recent, recent_keys, seen_keys, unrotat
 T = TypeVar("T")
 M = TypeVar("M", bound="Method")
 _OfChoices = Literal["dense", "complete", "kernel", "hookless", "vectors", "best"]
-Promise = Literal["alike", "counted", "recorded", "noted", "kept", "by_head", "plain", "analysis", _OfChoices]
+Promise = Literal["alike", "counted", "recorded", "noted", "kept", "by_head", "by_row", "plain", "analysis", _OfChoices]
 Promises = Mapping[Promise, Sequence[str]]
 ATTENTION = ("keep", "keep_queries", "attend", "attend_part")  # the hooks that compute attention
 ATTENDING = ("keep", "attend", "attend_part")
@@ -113,8 +114,7 @@ class Method:
         "alike": ATTENTION,
         **dict.fromkeys(("counted", "recorded"), ATTENDING),
         **dict.fromkeys(("noted", "kept"), ATTENDING[1:]),
-        "by_head": ATTENTION,
-        "plain": ATTENTION,
+        **dict.fromkeys(("by_head", "by_row", "plain"), ATTENTION),
     }
 
     def __init_subclass__(cls, *, promises: Promises | None = None, **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def choose(method: Method, c: Selection, q: Tensor, cache: LayerCache, step: Ste
         return c.selector.on_device(c, q, cache, step)
     if step.stop <= c.size:
         return None
-    n_queries, least, parts, stop = q.shape[1], c.size if c.by_page else 1, list[Tensor](), 0
+    by_page = c.by_page and not step.decoding
+    n_queries, least, parts, stop = q.shape[1], c.size if by_page else 1, list[Tensor](), 0
     score, rows = c.selector.scorer(method, c, q, cache, step)
     while stop < n_queries:
         start, stop = stop, min(stop + max(rows, least), n_queries)
@@ -66,7 +68,7 @@ def choose(method: Method, c: Selection, q: Tensor, cache: LayerCache, step: Ste
             stop -= (step.start + stop) % least
         some = step if stop - start == n_queries else step.part(start, stop)
         scores = score(slice(start, stop), some)
-        if c.by_page:
+        if by_page:
             scores = pooled(scores, some.start, c.size, c.selector)
         chosen = c.selector.select(c, scores, some)
         if c.varies:
@@ -117,7 +119,8 @@ def attend(c: Selection, chosen: Tensor, q: Tensor, placed: PlacedPart, cache: L
     if c.varies and placed.part.n_slots is not None:
         number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
         chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
-    return _by_page(c, q, chosen, placed, cache, step) if c.by_page else _attend(q, chosen, placed, cache, step)
+    attend = partial(_by_page, c) if c.by_page and not step.decoding else _attend
+    return attend(q, chosen, placed, cache, step)
 
 
 def _attend(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:

@@ -198,7 +198,7 @@ def find_basis(method: ESA, cache: LayerCache, step: Step) -> None:
     if method.compress == "pca" and cache.kept(Staged, BASIS).latest is None:
         basis = principal(cache.span(0, step.start)[0], method.low_dim)
         cache.kept(Staged, BASIS).stage(basis)
-        low_keys = LowDimMap.unbiased(basis, basis).low_keys(concat_heads(cache.span(0, step.stop)[0]))
+        low_keys = LowDimMap.unbiased(basis, basis).low_keys(concat_heads(cache.span(0, cache.stop)[0]))
         cache.kept(TokenRows, LOW_DIM_KEYS).write(low_keys, 0)
 
 

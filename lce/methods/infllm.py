@@ -141,11 +141,12 @@ class InfLLM(JointSelection, promises=dict.fromkeys(PROMISES[:-1], HOOKS)):  # n
         """
         kept = cache.kept(Staged, VOTES)
         # Tokens before `done` are sinks or in memory blocks.
-        done = self.sinks if kept.value is None else step.start - kept.value.shape[1]
+        before = kept.latest
+        done = self.sinks if before is None else step.start - before.shape[1]
         if step.stop <= done:
             return
         first = max(0, step.start - self.n_recent + 1)  # the first key that a query of this block sees as local
-        votes = q.new_zeros(q.shape[0], 0, dtype=torch.float32) if kept.value is None else kept.value
+        votes = q.new_zeros(q.shape[0], 0, dtype=torch.float32) if before is None else before
         votes = pad(votes, (0, step.stop - done - votes.shape[1]))
         new = self.votes(q, lse, first, cache, step)
         votes[:, max(0, first - done) :] += new[:, max(0, done - first) :]

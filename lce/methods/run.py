@@ -159,10 +159,18 @@ class Block:
         with section("cache"):
             method.keep(k, v, own, step)
         with section("selection"):  # what profiles call selection: all except attention and cache
-            out = method.attend(q, own, step)
+            out = self._attend(method, q, own, step)
         if q.shape[1] == 1:  # load pages for the next layer, after this layer's work
             self.cache.prefetch(layer + 1)
         return out
+
+    def _attend(self, method: Method, q: Tensor, own: LayerCache, step: Step) -> Tensor:
+        """Return the method's output; each of several generated tokens gets the bits of its own step."""
+        n = q.shape[1]
+        if n == 1 or not step.decoding or method.promised("by_row"):
+            return method.attend(q, own, step)
+        rows = [step.once(f"row {t}", lambda t=t: step.part(t, t + 1)) for t in range(n)]  # type: ignore[misc]
+        return torch.cat([method.attend(q[:, t : t + 1], own, row) for t, row in enumerate(rows)], dim=1)
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
         """Prepare all layers for one token; return the addresses and bytes of what each layer's attention reads.
@@ -174,6 +182,8 @@ class Block:
         layers = self.cache.layers
         acting = method.inner if isinstance(method, Handover) and step.decoding else method
         if others or len(self.steps) > 1 or step.note or step.note_scores or not acting.promised("alike"):
+            return None
+        if step.stop > step.start + 1:
             return None
         if len({method.layer_kind(layer) for layer in range(len(layers))}) > 1:
             return None

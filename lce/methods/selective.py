@@ -31,7 +31,7 @@ KINDS: Mapping[str, Placement] = {"side_by_side": SideBySide(), "true": TruePosi
 
 TURNED_ROWS = 64  # the fewest queries of a pass on a GPU for which turning a copy of all keys costs little beside them
 CHOOSING: Promises = {  # of methods whose choice depends on `choose`
-    **dict.fromkeys(("alike", "by_head"), (*ATTENTION, "choose")),
+    **dict.fromkeys(("alike", "by_head", "by_row"), (*ATTENTION, "choose")),
     **dict.fromkeys(("recorded", "noted", "kept"), ATTENDING),
     "counted": (*ATTENDING, "choose"),
     "dense": ("attend_part", "parts_of", "key_positions", "choose"),
@@ -42,7 +42,7 @@ SCORED = ("score", "select", "forced")
 HOOKS = ("summarise", "log_mass", "uses_queries", "summary_vectors", *SCORED)  # of a `SelectiveMethod`
 BY_HOOKS: Promises = {
     **CHOOSING,
-    **dict.fromkeys(("alike", "by_head"), (*ATTENTION, "choose", *HOOKS)),
+    **dict.fromkeys(("alike", "by_head", "by_row"), (*ATTENTION, "choose", *HOOKS)),
     "dense": (*CHOOSING["dense"], "select"),
     "complete": SCORED,
     "kernel": ("choose", *SCORED),

@@ -267,13 +267,14 @@ def merge_heads(out: Tensor) -> Tensor:
     return out.reshape(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, -1)
 
 
-def put_token(out: Tensor, joined: Tensor, token: int) -> None:
-    """Copy attention's output for a token, `[H, 1, D]`, to `joined [H, B, D]`, whose memory is that of `[B, H, D]`."""
-    rows = joined.transpose(0, 1)[token][:, None]
-    if runs_on(out) and out.dtype is rows.dtype:
-        elementwise.append(out, out, rows, rows, 0, None, None)
-    else:
-        rows.copy_(out)
+def put_tokens(out: Tensor, joined: Tensor, first: int) -> None:
+    """Copy attention's output `[H, n, D]` to tokens `first..first+n-1` of `joined`, whose memory is `[B, H, D]`."""
+    for i in range(out.shape[1]):
+        one, rows = out[:, i : i + 1], joined.transpose(0, 1)[first + i][:, None]
+        if runs_on(out) and out.dtype is rows.dtype:
+            elementwise.append(one, one, rows, rows, 0, None, None)
+        else:
+            rows.copy_(one)
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,11 @@ import torch
 import lce
 from lce.cache.kv import off_grid
 from lce.engine.batch import Batch
+from lce.engine.lanes import forward
+from lce.engine.running import append, lane_of
 from lce.kernels.cpu import panels
 from lce.methods import available
+from lce.models.products import SHARED_ROWS
 from tests.checkpoints import save_tiny, tokens
 from tests.command import within
 from tests.gguf_models import as_saved, save_gguf
@@ -154,6 +157,34 @@ def test_no_lanes_beside_it(name: str, folder: Path) -> None:
             return await asyncio.gather(*map(one, prompts))
 
     assert asyncio.run(together()) == alone
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(each, marks=SLOW) for each in KINDS[1:])], ids=str)
+@pytest.mark.parametrize("name", available())
+def test_no_tokens_that_are_proposed_with_it(name: str, kind: dict[str, Any], folder: Path) -> None:
+    """Several tokens of one context in a pass, beside those of another context."""
+    engine, chance, proposed = load(folder, name, block=64, **kind), random.Random(name), tokens(40, seed=6)
+    setup, contexts = engine.setup, [engine.prefill(tokens(n, seed=n), length=N + 60) for n in (N, 90)]
+    steps = []
+    for context in [each.fork() for each in contexts]:
+        one_by_one = [append(setup, context, [id_], decoding=True) for id_ in proposed]
+        steps.append([(lane.drawn, lane.hidden) for lane in one_by_one])
+    at = [0, 0]
+    while min(at) < len(proposed):
+        some = [min(chance.randint(1, SHARED_ROWS), len(proposed) - first) for first in at]
+        own = [
+            lane_of(setup, context, proposed[first : first + n], decoding=True)
+            for context, first, n in zip(contexts, at, some, strict=True)
+            if n
+        ]
+        with threads(chance.choice([1, 2, 3, 4])):
+            forward(setup.model, own)
+        found = (x for lane in own for x in (lane.drawn, lane.hidden))
+        for number, n in enumerate(some):
+            for each in zip(*steps[number][at[number] : at[number] + n], strict=True) if n else ():
+                whole: Any = next(found)
+                assert torch.equal(whole, torch.cat(each)), (number, at, n)
+            at[number] += n
 
 
 # What `test_random_ways` draws from. More: LCE_BITS_CASES=2000 pytest "tests/engine/test_bits.py::test_random_ways[8]"

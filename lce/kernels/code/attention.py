@@ -46,8 +46,9 @@ def _merge_pieces(states, partial, dim):
 def attend(first_task, stop_task, memory, args):
     """Attend all keys: `out [H, T, D]` and `lse [H, T]` of `q [H, T, D]` and `k v [G, N, D]`.
 
-    A task is a block of `per_block` queries of the heads of a group, with one piece of the keys if `split`; the thread
-    that does a block's last piece merges them in order. Multiplications: about 2·H·T·N·D, half of it if causal.
+    A task is a block of `per_block` queries of the heads of a group, with one piece of the keys if `split`; tasks with
+    the same piece follow each other, and the thread that does a block's last piece merges them in order.
+    Multiplications: about 2·H·T·N·D, half of it if causal.
     """
     q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at = arguments(args, 7)
     groups, rep, n_queries, n_keys, dim, causal, window, per_block, piece, split = arguments(args + 56, 10)
@@ -70,11 +71,10 @@ def attend(first_task, stop_task, memory, args):
     given[5], given[7] = k_row * itemsize, v_row * itemsize
     given[9], given[10], given[11] = few, place % KEYS, plain_at
     for task in range(first_task, stop_task):
-        which, part = task // n_parts, task % n_parts
-        group, block = which // n_blocks, which % n_blocks
+        group, part, block = task // (n_blocks * n_parts), task // n_blocks % n_parts, task % n_blocks
         if causal:  # the last queries see the most keys, so their tasks start first
             block = n_blocks - 1 - block
-            which = group * n_blocks + block
+        which = group * n_blocks + block
         first_query = block * per_block
         n = min(per_block, n_queries - first_query)
         first, stop = unseen, n_keys
@@ -93,7 +93,8 @@ def attend(first_task, stop_task, memory, args):
             totals[row] = 0
         given[3], given[4] = rep * n, k_at + group * k_group * itemsize
         given[6] = v_at + group * v_group * itemsize
-        first = first // ALIGNED * ALIGNED
+        if not few:  # a generated query's sums begin with the first key that it sees, as in its own step
+            first = first // ALIGNED * ALIGNED
         number, last = (part, part + 1) if split else ((place + first) // piece, n_pieces)
         while number < last:
             begin, end = max(first, number * piece - place), min(stop, number * piece + piece - place)
