@@ -1,7 +1,5 @@
 """`python -m lce.kernels [LEVEL ...]` does what `lce warm` does, and needs Numba alone: installing lce runs it."""
 
-from __future__ import annotations
-
 import sys
 
 from lce.errors import LceError

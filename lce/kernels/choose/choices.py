@@ -4,8 +4,6 @@ Scores are compared by sort keys, which the code calls keys: 32-bit integers in 
 largest. Of equal scores, the last are taken, so a choice depends on the scores alone.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Scores are compared by sort keys: 32-bit integers in the order of the scores, wi
 the last are taken, so a choice depends on the scores alone.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

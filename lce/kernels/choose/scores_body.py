@@ -1,7 +1,5 @@
 """Dot products of a few queries with many keys, which are read once, and reductions of the scores of many queries."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, float32
 

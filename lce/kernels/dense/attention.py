@@ -4,8 +4,6 @@ A tile is the keys and values of one chunk of one KV head. An item is a task, wh
 shapes and chosen tiles determine the tasks, so a result's bits do not depend on the number of threads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from functools import cache

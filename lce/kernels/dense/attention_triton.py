@@ -4,8 +4,6 @@ A tile is the keys and values of one chunk of one KV head. Shapes alone determin
 so a query's result depends neither on other queries nor on the place of its keys in memory.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

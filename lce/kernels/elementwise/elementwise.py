@@ -1,7 +1,5 @@
 """The operations of a decoder layer between matrix products: norms, gates, rotations, and copies of keys and values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

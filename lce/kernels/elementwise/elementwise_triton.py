@@ -3,8 +3,6 @@
 Arithmetic is float32, and results are rounded once. Each input is read once, and each result is written once.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The merge of attention results for disjoint sets of keys into the result of one softmax over all these keys."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, float32, int64
 

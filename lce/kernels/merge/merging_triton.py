@@ -1,7 +1,5 @@
 """The merge of attention results for disjoint sets of keys into one softmax over all keys, by their log-sum-exps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

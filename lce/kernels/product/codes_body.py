@@ -3,8 +3,6 @@
 `quantised.py` says how a matrix is stored.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

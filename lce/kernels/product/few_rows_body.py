@@ -5,8 +5,6 @@ put side by side in a core's L1 cache, as `[words, ROWS]`. A word is a float32 n
 bfloat16, two bfloat16 numbers. The results `[n, rows]` are float32 sums, which `panels.product` finishes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, float32
 

@@ -4,8 +4,6 @@ PyTorch multiplies half-precision numbers slowly on processors without instructi
 the speed of float32; and its threads wait for each other, long where other programs use the cores.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from functools import cache

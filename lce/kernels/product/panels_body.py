@@ -5,8 +5,6 @@ number in float32, or with AVX512_BF16 two bfloat16 numbers. Weights of another 
 and inputs at a time, in a core's L1 cache. Six rows of the matrix are multiplied with a panel in registers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, float32
 

@@ -4,8 +4,6 @@ The kernel also does the operations around a product in a decoder layer: the nor
 MLP, and the sum with the hidden states.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The kernel of `products`, and what it shares with that of quantised weights."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, float32, int64
 

@@ -1,7 +1,5 @@
 """Products of a few input rows with a weight matrix, which is read once, on GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Weight matrices of 8-bit or 4-bit codes, as `lce.kernels.product.quantised_body` stores and multiplies them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ head if they see the same runs, so that the keys are read once. A second kernel 
 shapes alone, so a step can be recorded as a CUDA graph and replayed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

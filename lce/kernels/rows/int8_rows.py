@@ -1,7 +1,5 @@
 """Vectors as rows of 8 bits, and back: `lce.attention.int8_rows` describes a row."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ AVX512-VNNI, else by `pair_products`. For more rows, `KEYS` keys and values at a
 and attended as other keys are.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, float32, int8, int64
 

@@ -3,8 +3,6 @@
 A row of integers is int16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import product

@@ -7,8 +7,6 @@ values of 16 columns, are put side by side in registers, once for up to four row
 values that are read next are brought to the L2 cache meanwhile, evenly: more requests at once stall the processor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

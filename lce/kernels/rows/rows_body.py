@@ -6,8 +6,6 @@ numbers. Scores, softmax and sums are float32. For up to `FEW_ROWS` rows, keys a
 `k_row`, `v_row` and `q_row` are the bytes from one key, value or query to the next.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

@@ -8,8 +8,6 @@ The D dimensions of queries and keys are loaded as two halves, because RoPE pair
 padded to a power of two.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

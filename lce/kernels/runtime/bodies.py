@@ -1,7 +1,5 @@
 """The bodies of all kernels, by name and kind."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -5,8 +5,6 @@ Files that are there already are kept. Each core has a process, which compiles i
 this process is killed, the others end at their next kernel.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -4,8 +4,6 @@ Numba makes LLVM's code of a kernel and of the functions that it calls, and opti
 one module, then optimised and translated once for the level, so any machine can compile for any level.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -5,8 +5,6 @@ module only after `usable` or `runs_on` returned True. If the environment has `T
 imported, kernels run in Triton's interpreter on CPU tensors, slowly and without a GPU.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from functools import cache

@@ -1,7 +1,5 @@
 """The levels of processors that kernels are compiled for, and which of them this processor is."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -4,8 +4,6 @@ A kernel is a file of flat code in a folder of its level, and a digest of the so
 file is ever stale. Neither Numba nor LLVM is imported unless a kernel has to be compiled.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import mmap

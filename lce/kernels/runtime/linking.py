@@ -4,8 +4,6 @@ The code begins with the function `entry`. Behind it lie the functions and const
 in ELF's format, for x86-64 or arm64, compiled as position-independent code, so only distances are left to fill in.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import NamedTuple
 

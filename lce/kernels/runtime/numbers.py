@@ -1,7 +1,5 @@
 """Scalar functions for kernels: pointers from addresses, conversions of half-precision numbers, and exponentials."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

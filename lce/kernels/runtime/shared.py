@@ -1,7 +1,5 @@
 """What the wrappers of CPU kernels and the kernels' code both know: sizes of tasks, gates, and layouts of matrices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

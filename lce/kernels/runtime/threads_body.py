@@ -9,8 +9,6 @@ for a short time, then sleeps at a semaphore.
 The code calls functions of the C library at addresses in the pool's memory, so it needs no linking.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

@@ -10,8 +10,6 @@ loop over what is summed; the other functions say what is loaded, and where the 
 `vectors.WORD_BYTES` has the kinds of words. A sum is in order over the loop, whatever the number of rows and columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from itertools import product

@@ -1,7 +1,5 @@
 """The smallest kernel, by which `launching` finds out whether Triton can compile and launch."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -9,8 +9,6 @@ A place in memory is written as `at` takes it: `load(builder, kind, c, (c_stride
 address `c + c_stride * i + 64 * j`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the words of memory are that the code of threads and its caller share: offsets in bytes of 64-bit integers."""
 
-from __future__ import annotations
-
 # A job is an array of words: these, and then the kernel's own arguments.
 # `CALL_NEXT` is the address of the job that follows, or 0. The job's items are `CALL_FIRST` to `CALL_ITEMS` - 1.
 CALL_NEXT, CALL_POOL, CALL_KERNEL, CALL_FIRST, CALL_ITEMS, CALL_LEAST, CALL_THREADS, CALL_MEMORY, CALL_STRIDE = (
