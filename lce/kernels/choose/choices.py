@@ -10,11 +10,8 @@ from torch import Tensor
 from lce.kernels.runtime.kernel import Kernel, Kernels
 from lce.kernels.runtime.shared import SORTED_GROUP, SORTED_SCORES
 
-_best_chunks, _spread_keys, _best_keys = (
-    Kernels("choices.best_chunks"),
-    Kernel("choices.spread_keys"),
-    Kernel("choices.best_keys"),
-)
+_best_chunks = Kernels("choices.best_chunks")
+_spread_keys, _best_keys = Kernel("choices.spread_keys"), Kernel("choices.best_keys")
 _ROWS = 8  # the smallest number of rows of scores that a thread of `best_chunks` takes
 
 
@@ -33,10 +30,8 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -
     assert all(x.is_contiguous() for x in (scores, forced)), (scores.stride(), forced.stride())
     n = min(n, n_chunks)
     chosen = torch.empty(n_choosers, n_queries, n, dtype=torch.int64)
-    addresses = scores.data_ptr(), forced.data_ptr(), chosen.data_ptr()
-    _best_chunks[scores.dtype](
-        n_choosers * n_queries, *addresses, n_queries, n_chunks, n, start, size, least=_ROWS, memory=4 * n_chunks
-    )
+    given = scores, forced, chosen, n_queries, n_chunks, n, start, size
+    _best_chunks[scores.dtype](n_choosers * n_queries, *given, least=_ROWS, memory=4 * n_chunks)
     return chosen
 
 
@@ -50,10 +45,8 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     assert scores.dtype == torch.float32, scores.dtype
     assert scores.is_contiguous(), scores.stride()
     assert 0 < n <= n_tokens, (n, n_tokens)
-    keys = torch.empty(
-        n_tokens + -(-n_tokens // SORTED_GROUP), dtype=torch.int32
-    )  # sort keys, then the largest per group
+    keys = torch.empty(n_tokens + -(-n_tokens // SORTED_GROUP), dtype=torch.int32)  # and then the largest of each group
     chosen = torch.empty(n, dtype=torch.int64)
-    _spread_keys(-(-n_tokens // SORTED_SCORES), scores.data_ptr(), keys.data_ptr(), n_tokens, eps)
-    _best_keys(1, keys.data_ptr(), chosen.data_ptr(), n_tokens, n, memory=16384 + 8 * n_tokens)
+    _spread_keys(-(-n_tokens // SORTED_SCORES), scores, keys, n_tokens, eps)
+    _best_keys(1, keys, chosen, n_tokens, n, memory=16384 + 8 * n_tokens)
     return chosen

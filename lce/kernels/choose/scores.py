@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from lce.kernels.product import panels
-from lce.kernels.runtime.kernel import DTYPES, Kernels, argument_of
+from lce.kernels.runtime.kernel import DTYPES, Kernels
 from lce.kernels.runtime.shared import LANES, SCORED_COLUMNS, SCORED_KEYS, SCORED_TOKENS
 
 _scores_of_few, _add_weights = Kernels("scores.scores_of_few"), Kernels("scores.add_weights")
-_weight_sums = Kernels("scores.weight_sums")
-_scores_of_many = Kernels("scores.scores_of_many")
+_weight_sums, _scores_of_many = Kernels("scores.weight_sums"), Kernels("scores.scores_of_many")
 _tops_of, _best_of = Kernels("scores.tops_of"), Kernels("scores.best_of")
 
 
@@ -27,20 +26,15 @@ def scores_of_few(q: Tensor, keys: Tensor, together: int = 1) -> Tensor:
     the keys' dtype. Sums are float32. The keys are read once.
     """
     (n_heads, n, dim), (groups, n_keys, *rows) = q.shape, keys.shape
-    rep, bounds, (q_head, q_row, one) = n_heads // groups, len(rows) == 2, q.stride()
-    if one != 1:
-        q = q.contiguous()
-        q_head, q_row, one = q.stride()
+    rep, bounds, q = n_heads // groups, len(rows) == 2, q if q.stride(2) == 1 else q.contiguous()
     assert rows == ([2, dim] if bounds else [dim]), (q.shape, keys.shape)
     assert (n_heads, rep % together) == (rep * groups, 0), (q.shape, keys.shape, together)
     assert keys[0].is_contiguous(), keys.stride()
     assert q.dtype in (torch.float32, keys.dtype), (q.dtype, keys.dtype)
     out = torch.empty(n_heads // together, n, n_keys, dtype=torch.float32)
-    addresses, wide = (q.data_ptr(), keys.data_ptr(), out.data_ptr()), q.dtype is torch.float32
-    sizes = rep, n, n_keys, dim, q_head, q_row, keys.stride(0), wide, bounds, together
-    _scores_of_few[keys.dtype](
-        groups * -(-n_keys // SCORED_KEYS), *addresses, *sizes, memory=4 * rep * n * dim * (2 if bounds else 1)
-    )
+    options = q.dtype is torch.float32, bounds, together
+    given = q, keys, out, rep, n, n_keys, dim, *q.stride()[:2], keys.stride(0), *options
+    _scores_of_few[keys.dtype](groups * -(-n_keys // SCORED_KEYS), *given, memory=4 * rep * n * dim * (1 + bounds))
     return out
 
 
@@ -55,10 +49,8 @@ def scores_of_many(q: Tensor, keys: Tensor, into: Tensor | None = None) -> Tenso
     assert q.dtype is keys.dtype, (q.dtype, keys.dtype)
     assert all(x.is_contiguous() for x in (q, keys)), (q.stride(), keys.stride())
     into = torch.empty(n_keys * columns) if into is None else into
-    addresses = panels.pack(q[None]), keys.data_ptr(), into.data_ptr()
-    _scores_of_many[q.dtype](
-        -(-n_keys // SCORED_TOKENS), *addresses, columns, n_keys, dim, memory=4 * SCORED_TOKENS * dim
-    )
+    given = panels.pack(q[None]), keys, into, columns, n_keys, dim
+    _scores_of_many[q.dtype](-(-n_keys // SCORED_TOKENS), *given, memory=4 * SCORED_TOKENS * dim)
     return into[: n_keys * columns].view(n_keys, columns)[:, :n]
 
 
@@ -75,15 +67,9 @@ def weight_sums(q: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int)
     assert (q.dtype, one) == (keys.dtype, keys.itemsize), (q.dtype, keys.dtype, keys.stride())
     assert (lse.shape, lse.dtype) == ((n_heads, n), torch.float32), (lse.shape, lse.dtype)
     lse, into = lse.contiguous(), torch.empty(n_heads, n_keys)
-    addresses = panels.pack(q), keys.data_ptr(), lse.data_ptr(), into.data_ptr()
-    sizes = n_heads // groups, n, n_keys, dim, group, row, n_keys - n, window
-    _weight_sums[q.dtype](
-        n_heads * -(-n_keys // SCORED_TOKENS),
-        *addresses,
-        *sizes,
-        argument_of(scale),
-        memory=4 * (SCORED_TOKENS * dim + 6 * -(-n // LANES) * LANES),  # 6 rows of scores: `_TALL` of the kernel
-    )
+    given = panels.pack(q), keys, lse, into, n_heads // groups, n, n_keys, dim, group, row, n_keys - n, window, scale
+    memory = 4 * (SCORED_TOKENS * dim + 6 * -(-n // LANES) * LANES)  # 6 rows of scores: `_TALL` of the kernel
+    _weight_sums[q.dtype](n_heads * -(-n_keys // SCORED_TOKENS), *given, memory=memory)
     return into
 
 
@@ -99,9 +85,8 @@ def best_below_top(scores: Tensor) -> Tensor:
     n_pieces = -(-n_tokens // SCORED_COLUMNS)
     tops = torch.empty(n_pieces, n, dtype=torch.float32)
     best = torch.empty(n_tokens, dtype=torch.float32)
-    _tops_of[scores.dtype](n_pieces, scores.data_ptr(), tops.data_ptr(), n_tokens, n, row)
-    top = tops.amax(dim=0)
-    _best_of[scores.dtype](n_pieces, scores.data_ptr(), best.data_ptr(), n_tokens, n, row, top.data_ptr())
+    _tops_of[scores.dtype](n_pieces, scores, tops, n_tokens, n, row)
+    _best_of[scores.dtype](n_pieces, scores, best, n_tokens, n, row, tops.amax(dim=0))
     return best
 
 
@@ -115,8 +100,5 @@ def add_weights(logits: Tensor, lse: Tensor, scale: float, into: Tensor, first_b
     assert (lse.dtype, into.dtype) == (torch.float32, torch.float32), (lse.dtype, into.dtype)
     assert (lse.shape, into.shape) == ((n_heads, n_queries), (n_heads, n_keys)), (lse.shape, into.shape)
     assert all(x.is_contiguous() for x in (logits, lse, into[0])), (logits.stride(), lse.stride(), into.stride())
-    addresses = logits.data_ptr(), lse.data_ptr(), into.data_ptr()
-    sizes = n_heads, n_queries, n_keys, into.stride(0), first_behind, window
-    _add_weights[logits.dtype](
-        n_heads * -(-n_keys // SCORED_KEYS), *addresses, *sizes, argument_of(scale), memory=4 * SCORED_KEYS
-    )
+    given = logits, lse, into, n_heads, n_queries, n_keys, into.stride(0), first_behind, window, scale
+    _add_weights[logits.dtype](n_heads * -(-n_keys // SCORED_KEYS), *given, memory=4 * SCORED_KEYS)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.kernels.rows.int8_rows import row_bytes
-from lce.kernels.runtime.kernel import Kernel, Kernels, argument_of
+from lce.kernels.runtime.kernel import Kernel, Kernels
 from lce.kernels.runtime.shared import ALIGNED, CHOSEN_ROWS, KEYS, QUERY_ROWS, READ_PIECE
 
 PIECE = 256  # keys of a piece for a generated token; pieces are tasks of their own
@@ -58,14 +58,13 @@ def attend(
     assert k.shape == v.shape == (groups, n_keys, vector), (k.shape, v.shape)
     assert q_one == k_one == v_one == 1, (q_one, k_one, v_one)
     assert n_heads == rep * groups, (n_heads, groups)
-    cos_at, sin_at, n_turns = 0, 0, 1
+    n_turns = 1
     if cos is not None and sin is not None:
         n_turns = len(cos) // n_queries
         assert cos.shape == sin.shape == (n_turns * n_queries, dim // 2), (cos.shape, sin.shape)
         assert groups % n_turns == 0, (groups, n_turns)
         assert cos.dtype is sin.dtype is q.dtype, (cos.dtype, sin.dtype)
         cos, sin = cos.contiguous(), sin.contiguous()
-        cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
     out, lse = torch.empty(n_heads, n_queries, dim, dtype=q.dtype), torch.empty(n_heads, n_queries)
     assert generated or first % ALIGNED == 0, first
     piece = PIECE if generated else READ_PIECE
@@ -75,13 +74,12 @@ def attend(
     n_tasks = n_blocks * (-(-(place + n_keys) // piece) if split else 1)
     n_rows = rep * per_block
     partial = torch.empty(n_tasks * n_rows * (dim + 17)) if n_tasks > n_blocks else out  # unused with one piece
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_at, sin_at, out.data_ptr(), lse.data_ptr()
     sizes = groups, rep, n_queries, n_keys, dim, causal, n_keys if window is None else window, per_block, piece, split
     strides: tuple[int, ...] = q_head, q_row, k_group, k_row, v_group, v_row
     if k.itemsize != q.itemsize:
         strides = q_head, q_row, *(x * k.itemsize // q.itemsize for x in strides[2:])
     kernels, done = (_steepness(dim), kernel.address, _attend_rows[q.dtype].address), [0] * n_blocks
-    given = *addresses, *sizes, generated, place, unseen, n_turns, *strides, *kernels, partial.data_ptr(), *done
+    given = q, k, v, cos, sin, out, lse, *sizes, generated, place, unseen, n_turns, *strides, *kernels, partial, *done
     _attend[q.dtype](n_tasks, memory=_memory(n_rows, dim) + more, tail=given)
     return out, lse
 
@@ -143,11 +141,10 @@ class ChosenTiles:
             self.sums = torch.empty(n_heads * n_queries, n_pieces, -(-dim // 16) * 16)
             self.states = torch.empty(n_heads * n_queries, n_pieces, 2)
         tensors = q, *self.turns, self.turn, self.chosen, tile, k, v, self.states, self.sums
-        addresses = (x.data_ptr() for x in tensors)
         sizes = groups, rep, n_queries, n_slots, self.turn.shape[1], n_chunks, size, dim, per_block, piece, begun
         strides = (stride * x.itemsize // q.itemsize for x in (q, k, v) for stride in x.stride()[:2])
         kernels = kernel.address, _attend_rows[q.dtype].address
-        given = *addresses, *sizes, *strides, _steepness(dim), self.generated, *kernels
+        given = *tensors, *sizes, *strides, _steepness(dim), self.generated, *kernels
         n_rows = rep * per_block
         memory = _memory(n_rows, dim) + more + 8 * (n_chunks + 1 + n_rows * (n_slots + piece)) + 64
         _attend_chosen[q.dtype](groups * n_blocks * n_pieces, memory=memory, tail=given)
@@ -158,8 +155,8 @@ class ChosenTiles:
         if self.sums is None:
             return torch.zeros(*shape, dim, dtype=dtype), torch.full(shape, -torch.inf)
         out, lse = torch.empty(*shape, dim, dtype=dtype), torch.empty(*shape)
-        addresses = (x.data_ptr() for x in (self.states, self.sums, out, lse))
-        _finish_chosen[dtype](lse.numel(), *addresses, self.sums.shape[1], dim, least=_FINISHED_ROWS)
+        given = self.states, self.sums, out, lse, self.sums.shape[1], dim
+        _finish_chosen[dtype](lse.numel(), *given, least=_FINISHED_ROWS)
         return out, lse
 
 
@@ -184,10 +181,9 @@ def _stored(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, Kernel, int]:
     return q.shape[-1], _attend_rows[q.dtype], 0
 
 
-@cache
-def _steepness(dim: int) -> int:
-    """Return `log2(e) / √dim`, encoded by `argument_of`: a dot product times that is a score; weights are 2^score."""
-    return argument_of(1 / math.sqrt(dim) * 1.4426950408889634)
+def _steepness(dim: int) -> float:
+    """Return `log2(e) / √dim`: a dot product times that is a score; weights are 2^score."""
+    return 1 / math.sqrt(dim) * 1.4426950408889634
 
 
 @cache

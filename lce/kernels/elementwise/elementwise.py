@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lce.kernels.runtime import launching
-from lce.kernels.runtime.kernel import DTYPES, Kernel, Kernels, argument_of
+from lce.kernels.runtime.kernel import DTYPES, Kernel, Kernels
 from lce.kernels.runtime.shared import GATES, TAKEN_ROWS, WORD, Gate
 
 ALONE = 1 << 15  # numbers that a thread computes in the time that waking other threads takes
@@ -41,11 +41,10 @@ def rms_norm(
     assert fits, (x.shape, scale.shape, out.shape, given)
     dense = scale.is_contiguous() and out.is_contiguous() and (onto is None or onto.dtype is torch.float32)
     assert dense, (scale.stride(), out.stride(), given)
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    at, head, row = (x.data_ptr(), scale.data_ptr(), out.data_ptr()), x.stride(0) if x.ndim == 3 else 0, x.stride(-2)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    strides = x.stride(0) if x.ndim == 3 else 0, x.stride(-2)
     flags = sum((each is torch.float32) << bit for bit, each in enumerate(given)) | (onto is not None) << 3
-    _norm[own](heads * n, *at, head, row, n, dim, flags, argument_of(eps), least=_share(dim), memory=8 * dim)
+    _norm[own](heads * n, x, weight, out, *strides, n, dim, flags, eps, least=_share(dim), memory=8 * dim)
     return out
 
 
@@ -58,7 +57,7 @@ def gate_mul(x: Tensor, gate: Gate) -> Tensor:
     fits = x.is_contiguous() and x.shape[1] == 2 * dim
     assert fits, (x.shape, x.stride())
     out = torch.empty(n, dim, dtype=x.dtype)
-    _gate_mul[x.dtype](n, x.data_ptr(), out.data_ptr(), dim, GATES[gate], least=_share(dim))
+    _gate_mul[x.dtype](n, x, out, dim, GATES[gate], least=_share(dim))
     return out
 
 
@@ -71,13 +70,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     shape, turns, half, dtype = x.shape, cos.shape, x.shape[-1] // 2, x.dtype
     if turns[-1] != half or cos.dtype is not dtype or sin.shape != turns or sin.dtype is not dtype:
         raise ValueError(f"angles {list(turns)} {cos.dtype}, {list(sin.shape)} {sin.dtype} for {list(shape)}")
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+    x = x if x.stride(-1) == 1 else x.contiguous()
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     if len(shape) == 3 and len(turns) == 2 and turns[0] == shape[1]:  # `[H, T, D]` by `[T, D/2]`, the usual case
-        lead, stride, turn_strides = (1, shape[0], shape[1]), x.stride(), (0, 0, cos.stride(0))
-        x_strides = 0, stride[0], stride[1]
+        lead, x_strides, turn_strides = (1, *shape[:2]), (0, *x.stride()[:2]), (0, 0, cos.stride(0))
         out = torch.empty(shape, dtype=dtype)
     else:
         # PyTorch's own function of this name imports sympy, for 0.3 s to 2 s.
@@ -86,8 +83,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         lead = (1,) * (3 - len(common)) + tuple(common)
         x_strides, turn_strides = _strides(x, common), _strides(cos, common)
         out = torch.empty(*common, shape[-1], dtype=dtype)
-    n, at = lead[0] * lead[1] * lead[2], (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
-    _rotate[dtype](n, *at, *x_strides, *turn_strides, lead[1], lead[2], half, least=_share(2 * half))
+    given = x, cos, sin, out, *x_strides, *turn_strides, *lead[1:], half
+    _rotate[dtype](math.prod(lead), *given, least=_share(2 * half))
     return out
 
 
@@ -106,18 +103,13 @@ def append(
     assert fits, (shape, into, at)
     contiguous = into_k.is_contiguous() and into_v.is_contiguous()
     assert contiguous, (into_k.stride(), into_v.stride())
-    k_stride, v_stride = k.stride(), v.stride()
-    if k_stride[2] != 1 or v_stride[2] != 1:
-        k, v = k.contiguous(), v.contiguous()
-        k_stride, v_stride = k.stride(), v.stride()
-    cos_at = sin_at = 0
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     if cos is not None and sin is not None:
         fits = cos.shape == sin.shape == (n, dim // 2) and cos.dtype is dtype is sin.dtype
         assert fits, (cos.shape, sin.shape)
         cos, sin = cos.contiguous(), sin.contiguous()
-        cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
-    addresses = k.data_ptr(), v.data_ptr(), cos_at, sin_at, into_k.data_ptr(), into_v.data_ptr()
-    _append[dtype](heads * n, *addresses, *k_stride[:2], *v_stride[:2], at, into[1], n, dim, least=_share(dim))
+    given = k, v, cos, sin, into_k, into_v, *k.stride()[:2], *v.stride()[:2], at, into[1], n, dim
+    _append[dtype](heads * n, *given, least=_share(dim))
 
 
 def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -146,9 +138,8 @@ def take_rows(tensors: tuple[Tensor, Tensor], index: Tensor, into: Tensor | None
         fits = into.dtype == one.dtype and into.is_contiguous()
         assert fits, (into.dtype, into.stride())
         taken = into[: math.prod(shape)].view(shape)
-    addresses = one.data_ptr(), two.data_ptr(), index.data_ptr(), taken.data_ptr()
-    stride, n = strides[0] * one.element_size(), len(index)
-    _take_rows(2 * n_groups * -(-n // TAKEN_ROWS), *addresses, n_groups, n, words, stride)
+    n, stride = len(index), strides[0] * one.element_size()
+    _take_rows(2 * n_groups * -(-n // TAKEN_ROWS), one, two, index, taken, n_groups, n, words, stride)
     return taken[0], taken[1]
 
 

@@ -117,18 +117,14 @@ def _multiply(
     if not in_place and narrow is torch.float32:  # unpacked weights of a model of another dtype, perhaps
         narrow = out.dtype if bias is None else bias.dtype
     kernel, options = _product[kept, narrow], (GATES[gate], adds, out.dtype is not narrow)
-    bias_at = 0 if bias is None else bias.data_ptr()
     if n <= MOST_ROWS and (not isinstance(weight, Tensor) or x.dtype in (torch.float32, weight.dtype)):
         sums = _sums(x, weight)
-        ends = bias_at, out.data_ptr(), n, n_out, 0, n_out, sums.shape[1]
-        least = -(-_LEAST_PACKED // (PANEL_ROWS * n))
-        n_tasks = -(-n_out // PANEL_ROWS)
-        kernel(n_tasks, 0, sums.data_ptr(), 4 * n_out, *ends, *options, memory=_MEMORY, least=least)
+        given = None, sums, 4 * n_out, bias, out, n, n_out, 0, n_out, sums.shape[1], *options
+        kernel(-(-n_out // PANEL_ROWS), *given, memory=_MEMORY, least=-(-_LEAST_PACKED // (PANEL_ROWS * n)))
         return
     packed_at = pack(x[None])
     row_bytes = size * x.itemsize
     most = n_out if in_place else max(PANEL_ROWS, SCRATCH // (n_parts * row_bytes) // PANEL_ROWS * PANEL_ROWS)
-    n_blocks = -(-n // PANEL_COLUMNS)
     for first in range(0, n_out, most):
         n_here = min(most, n_out - first)
         if in_place:
@@ -143,21 +139,8 @@ def _multiply(
                 else:
                     weight.unpacked(here, rows)
         half = n_here * size * stored.itemsize
-        kernel(
-            -(-n_here // PANEL_ROWS) * n_blocks,
-            packed_at,
-            stored.data_ptr(),
-            half,
-            bias_at,
-            out.data_ptr(),
-            n,
-            n_out,
-            first,
-            n_here,
-            size,
-            *options,
-            memory=_MEMORY,
-        )
+        block = packed_at, stored, half, bias, out, n, n_out, first, n_here, size, *options
+        kernel(-(-n_here // PANEL_ROWS) * -(-n // PANEL_COLUMNS), *block, memory=_MEMORY)
 
 
 def _sums(x: Tensor, weight: Tensor | Packed) -> Tensor:
@@ -166,8 +149,8 @@ def _sums(x: Tensor, weight: Tensor | Packed) -> Tensor:
     n_tasks = -(-n_rows // FEW_ROWS)
     sums = _scratch("sums", len(x) * n_tasks * FEW_ROWS, torch.float32).view(len(x), -1)
     if isinstance(weight, Tensor):
-        addresses, memory = (x.data_ptr(), weight.data_ptr(), sums.data_ptr()), 4 * FEW_INPUTS * FEW_ROWS
-        _plain[weight.dtype, x.dtype](n_tasks, *addresses, len(x), n_rows, size, memory=memory)
+        kernel = _plain[weight.dtype, x.dtype]
+        kernel(n_tasks, x, weight, sums, len(x), n_rows, size, memory=4 * FEW_INPUTS * FEW_ROWS)
     else:
         weight.sums(x, sums)
     return sums
@@ -186,7 +169,7 @@ def pack(x: Tensor) -> int:
     n_tasks = n_matrices * -(-n // PACKED_ROWS)
     packed = _scratch("x", n_tasks * PACKED_ROWS * size, torch.float32)
     least = -(-_LEAST_PACKED // (PACKED_ROWS * size))
-    _pack[x.dtype](n_tasks, x.data_ptr(), packed.data_ptr(), n, size, matrix, row, least=least)
+    _pack[x.dtype](n_tasks, x, packed, n, size, matrix, row, least=least)
     return packed.data_ptr()
 
 

@@ -4,10 +4,12 @@ The kernel also does the operations around a product in a decoder layer: the nor
 MLP, and the sum with the hidden states.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lce.kernels.runtime.kernel import Kernels, argument_of
+from lce.kernels.runtime.kernel import Kernels
 from lce.kernels.runtime.shared import BEGUN_BYTES, GATES, MOST_ROWS, PRODUCT_ROWS, Gate
 
 _product = Kernels("products.product")
@@ -42,7 +44,7 @@ def product(
     fits = weight.is_contiguous() and own is dtype
     assert fits, (weight.stride(), dtype, x.dtype)
     memory = BEGUN_BYTES + 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART + 32 * PRODUCT_ROWS)
-    _product[dtype](-(-n_out // PRODUCT_ROWS), x.data_ptr(), weight.data_ptr(), *given, memory=memory)
+    _product[dtype](-(-n_out // PRODUCT_ROWS), x, weight, *given, memory=memory)
     return out
 
 
@@ -57,11 +59,11 @@ def around_product(
     onto: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     into: Tensor | None = None,
-) -> tuple[torch.dtype, Tensor, int, tuple[int, ...]]:
+) -> tuple[torch.dtype, Tensor, int, tuple[Any, ...]]:
     """Check the arguments of `product` other than the matrix, whose shape is `[n_rows, width]`.
 
     Returns the model's dtype, which is that of `norm` if given, else of x; the output; its number of columns; and the
-    kernel's arguments after the addresses of x and the matrix.
+    kernel's arguments after x and the matrix.
     """
     (n, size), dtype = x.shape, x.dtype if norm is None else norm.dtype
     n_out = n_rows // 2 if gate else n_rows
@@ -74,7 +76,5 @@ def around_product(
     wide_x, wide_out = x.dtype is not dtype, out.dtype is not dtype
     assert not wide_x or x.dtype is torch.float32, (x.dtype, dtype)
     assert not wide_out or out.dtype is torch.float32, (out.dtype, dtype)
-    bias_at, norm_at = 0 if bias is None else bias.data_ptr(), 0 if norm is None else norm.data_ptr()
     flags = GATES[gate] | (onto is not None) << 2 | wide_x << 3 | wide_out << 4
-    into_at = out.data_ptr(), out.stride(0)
-    return dtype, out, n_out, (bias_at, norm_at, *into_at, n, n_out, width, flags, argument_of(eps))
+    return dtype, out, n_out, (bias, norm, out, out.stride(0), n, n_out, width, flags, eps)

@@ -46,8 +46,7 @@ class QuantisedMatrix:
             assert (stored[name].shape, stored[name].dtype) == expected, (name, stored[name].shape, expected)
             assert stored[name].is_contiguous(), name
         assert not layout.nested or self.shape[1] % SUPER == 0, self.shape
-        at = {name: stored[name].data_ptr() for name in stored}
-        self._addresses = at["codes"], at["scales"], at.get(layout.low, 0), at.get("supers", 0)
+        self._stored = stored["codes"], stored["scales"], stored.get(layout.low), stored.get("supers")
 
     def pack(self, weight: Tensor) -> None:
         """Quantise `weight [out, in]`, contiguous, into the tensors of this matrix; only for `INT8` and `INT4`.
@@ -58,9 +57,8 @@ class QuantisedMatrix:
         assert weight.shape == self.shape, weight.shape
         assert weight.is_contiguous()
         n_blocks = -(-self.shape[0] // LANES)
-        _pack[self.layout, weight.dtype](
-            n_blocks, weight.data_ptr(), *self._addresses[:3], *self.shape, memory=8 * self.layout.group
-        )
+        kernel = _pack[self.layout, weight.dtype]
+        kernel(n_blocks, weight, *self._stored[:3], *self.shape, memory=8 * self.layout.group)
 
     def product(self, x: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
         """Multiply `x [T, in]` with the matrix transposed; options are those of `products.product`.
@@ -75,7 +73,7 @@ class QuantisedMatrix:
         padded = -(-self.shape[1] // self.layout.group) * self.layout.group
         memory = BEGUN_BYTES + MOST_ROWS * (4 * padded + 8 * padded // self.layout.group + 8 * LANES) + 4 * padded
         kernel = _product[self.layout, dtype]
-        kernel(-(-n_out // _TASK_ROWS), x.data_ptr(), *self._addresses, *given, memory=memory)
+        kernel(-(-n_out // _TASK_ROWS), x, *self._stored, *given, memory=memory)
         return out
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:
@@ -84,9 +82,8 @@ class QuantisedMatrix:
         fits = first % LANES == 0 and first + n_rows <= -(-self.shape[0] // LANES) * LANES and n_in == self.shape[1]
         assert fits, (first, out.shape, self.shape)
         assert out.is_contiguous()
-        _unpack[self.layout, out.dtype](
-            -(-n_rows // LANES), *self._addresses, out.data_ptr(), first, n_rows, n_in, memory=_EDGE
-        )
+        kernel = _unpack[self.layout, out.dtype]
+        kernel(-(-n_rows // LANES), *self._stored, out, first, n_rows, n_in, memory=_EDGE)
         return out
 
     def sums(self, x: Tensor, out: Tensor) -> None:
@@ -94,8 +91,8 @@ class QuantisedMatrix:
 
         The bits are those of `panels.product` with unpacked weights, before anything is added.
         """
-        addresses, memory = (x.data_ptr(), *self._addresses, out.data_ptr()), 4 * FEW_INPUTS * FEW_ROWS
-        _sums[self.layout, x.dtype](-(-self.shape[0] // FEW_ROWS), *addresses, len(x), *self.shape, memory=memory)
+        given = x, *self._stored, out, len(x), *self.shape
+        _sums[self.layout, x.dtype](-(-self.shape[0] // FEW_ROWS), *given, memory=4 * FEW_INPUTS * FEW_ROWS)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the unpacked rows `ids [T]` (int64): `[T, in]`."""
@@ -103,8 +100,7 @@ class QuantisedMatrix:
         assert ids.is_contiguous()
         assert not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < self.shape[0]), self.shape
         out = torch.empty(len(ids), self.shape[1], dtype=dtype)
-        addresses = ids.data_ptr(), *self._addresses, out.data_ptr()
-        _rows_of[self.layout, dtype](len(ids), *addresses, self.shape[1], least=LANES, memory=_EDGE)
+        _rows_of[self.layout, dtype](len(ids), ids, *self._stored, out, self.shape[1], least=LANES, memory=_EDGE)
         return out
 
 

@@ -21,7 +21,7 @@ def narrow(x: Tensor, into: Tensor) -> None:
     assert x.stride(2) == into.stride(2) == 1, (x.stride(), into.stride())
     assert into.dtype is torch.uint8, into.dtype
     strides = x.stride(0) * size, x.stride(1) * size, into.stride(0), into.stride(1)
-    _narrow[x.dtype](heads * n, x.data_ptr(), into.data_ptr(), *strides, n, dim, least=_SHARE)
+    _narrow[x.dtype](heads * n, x, into, *strides, n, dim, least=_SHARE)
 
 
 def widen(rows: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -30,6 +30,5 @@ def widen(rows: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     assert n_bytes == row_bytes(dim), (rows.shape, dim)
     assert rows.stride(2) == 1, rows.stride()
     out = torch.empty(heads, n, dim, dtype=dtype)
-    at = rows.data_ptr(), out.data_ptr()
-    _widen[dtype](heads * n, *at, n, rows.stride(0), rows.stride(1), dim, least=_SHARE)
+    _widen[dtype](heads * n, rows, out, n, *rows.stride()[:2], dim, least=_SHARE)
     return out

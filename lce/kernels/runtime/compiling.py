@@ -263,7 +263,7 @@ def arguments(typing: Any, address: Any, n: Any) -> Any:
 
 @intrinsic
 def number_of(typing: Any, argument: Any) -> Any:
-    """In a kernel, decode an argument that `argument_of` encoded, as float32."""
+    """In a kernel, decode an argument that was a float, as float32."""
     return types.float32(types.intp), lambda context, builder, _, args: builder.fptrunc(
         builder.bitcast(args[0], ir.DoubleType()), ir.FloatType()
     )

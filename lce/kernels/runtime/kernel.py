@@ -1,4 +1,4 @@
-"""Kernels as their wrappers call them: by name, with integers as arguments, on PyTorch's number of threads."""
+"""Kernels as their callers call them: by name, on PyTorch's number of threads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lce.kernels.runtime import library, threads
 from lce.kernels.runtime.shared import Layout
@@ -67,18 +68,19 @@ class Kernel:
     """A kernel over n items: each thread calls the compiled body, `body(first, stop, memory, *args)`, for some items.
 
     `name` is that of the body's module, without `_body`, and function: "products.product". `kind` selects the instance,
-    mostly by dtype. Arguments are 64-bit integers: numbers, addresses, and floats encoded by `argument_of`. The body
-    does not hold the GIL. The order of a sum does not depend on the number of threads.
+    mostly by dtype. The body gets 64-bit integers: a tensor's address, 0 for None, and floats that `number_of` decodes.
+    The body does not hold the GIL. The order of a sum does not depend on the number of threads.
     """
 
     def __init__(self, name: str, kind: Any = None) -> None:
         self.name, self.kind = name, kind
 
-    def __call__(self, n: int, *args: int, least: int = 1, memory: int = 0, tail: Sequence[int] = ()) -> None:
+    def __call__(self, n: int, *given: Any, least: int = 1, memory: int = 0, tail: Sequence[Any] = ()) -> None:
         """Run the body on the items `0..n-1`; if several threads share them, each takes at least `least` items.
 
         Each thread has `memory` bytes of its own; a `tail` is one more argument, an address: as `threads.run` says.
         """
+        args, tail = [_word(x) for x in given], [_word(x) for x in tail]
         if _thread.calls is not None:
             _thread.calls.append((self.address, n, args, least, memory, tail))
         run = threads.run if _thread.slices is None else _thread.slices.run
@@ -130,7 +132,15 @@ class Kernels(dict[Any, Kernel]):
         return made
 
 
+def _word(given: Tensor | float | None) -> int:
+    """Return an argument as a kernel gets it; a float is the integer with the bits of the float64."""
+    if isinstance(given, int):
+        return int(given)
+    if given is None:
+        return 0
+    return given.data_ptr() if isinstance(given, Tensor) else _bits(given)
+
+
 @cache
-def argument_of(number: float) -> int:
-    """Encode a float as a kernel's argument: the integer with the bits of the float64."""
+def _bits(number: float) -> int:
     return int.from_bytes(struct.pack("<d", number), "little", signed=True)
