@@ -10,29 +10,40 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
-from lce.kernels.runtime.compiling import features, intrinsic_of
+from lce.kernels.runtime.compiling import features
 from lce.kernels.runtime.shared import LANES, MIXED, SUPER, Layout
-from lce.kernels.runtime.vectors import call_llvm, fetch, i64, loop, multiply_add, splat, transposed
+from lce.kernels.runtime.vectors import (
+    FLOATS,
+    WORDS,
+    const,
+    fetch,
+    i64,
+    loop,
+    multiply_add,
+    procedure,
+    splat,
+    store,
+    transposed,
+)
 
 _WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
 _STEP = 4 if _WIDE else 1  # the most vectors of codes in one step of the innermost loop, so that registers suffice
 _CHAINS = 4 if _WIDE else 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 _AHEAD = 32  # vectors of codes, 2 KiB: how far ahead they are asked for, since a processor guesses to a page's end
 _VECTOR = 4 * LANES  # bytes of a vector
-_F16, _F32, _I8, _I16, _I32 = ir.HalfType(), ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32))
-_HALF_FLOATS, _FLOATS, _BYTES, _HALVES, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F16, _F32, _I8, _I16, _I32))
-_PAIRED = ir.VectorType(_I16, 2 * LANES)
+_HALF_FLOATS, _BYTES, _HALVES = (ir.VectorType(each, LANES) for each in (ir.HalfType(), ir.IntType(8), ir.IntType(16)))
+_PAIRED = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
-def _const(kind: Any, value: Any) -> Any:
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def _load(builder: Any, address: Any, index: Any, kind: Any) -> Any:
-    """Emit a load of vector number `index` from an array of vectors of type `kind` at an address."""
+def _load(builder: Any, kind: Any, address: Any, index: Any) -> Any:
+    """Emit a load of number `index` from an array of vectors or numbers of type `kind` at an address."""
     return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(kind)), [index]), align=1)
+
+
+def _load_splat(builder: Any, kind: Any, address: Any, index: Any) -> Any:
+    """Emit a load of number `index` from an array into all lanes of a vector of type `kind`."""
+    return splat(builder, _load(builder, kind.element, address, index), kind)
 
 
 def _loaded(builder: Any, bits: int, codes: Any, first: Any, n: int) -> Iterator[tuple[Any, Any]]:
@@ -44,10 +55,10 @@ def _loaded(builder: Any, bits: int, codes: Any, first: Any, n: int) -> Iterator
     n_alike = 4 // more if more else n  # vectors that share one of bits above, which follows them
     n_loaded = n_alike + bool(more)
     for start in range(0, n, n_loaded):
-        vectors = [_load(builder, codes, builder.add(first, i64(start + j)), _WORDS) for j in range(n_loaded)]
+        vectors = [_load(builder, WORDS, codes, builder.add(first, i64(start + j))) for j in range(n_loaded)]
         for j in range(n_alike):
             last = builder.bitcast(vectors[-1], _PAIRED)
-            yield vectors[j], builder.lshr(last, _const(_PAIRED, more * j)) if more else None
+            yield vectors[j], builder.lshr(last, const(_PAIRED, more * j)) if more else None
 
 
 def _codes(builder: Any, layout: Layout, words: Any, above: Any) -> Iterator[tuple[Any, int]]:
@@ -58,16 +69,16 @@ def _codes(builder: Any, layout: Layout, words: Any, above: Any) -> Iterator[tup
     """
     if layout.bits == 8:
         for place in (0, 16, 8, 24):
-            left = builder.shl(words, _const(_WORDS, 24 - place)) if place < 24 else words
-            yield builder.sitofp(builder.and_(left, _const(_WORDS, 0xFF << 24)) if place else left, _FLOATS), 24
+            left = builder.shl(words, const(WORDS, 24 - place)) if place < 24 else words
+            yield builder.sitofp(builder.and_(left, const(WORDS, 0xFF << 24)) if place else left, FLOATS), 24
         return
     for n, pair in enumerate(_pairs(builder, layout.bits, True, words, above)):
         for place in (0, 16):
-            code = builder.and_(builder.bitcast(pair, _WORDS), _const(_WORDS, 0xFFFF << place))
+            code = builder.and_(builder.bitcast(pair, WORDS), const(WORDS, 0xFFFF << place))
             exponent = place + 4 * n % 12
             if layout.offset:
-                code = builder.sub(code, _const(_WORDS, layout.offset << exponent))
-            yield builder.sitofp(code, _FLOATS), exponent
+                code = builder.sub(code, const(WORDS, layout.offset << exponent))
+            yield builder.sitofp(code, FLOATS), exponent
 
 
 def _pairs(builder: Any, bits: int, in_place: bool, words: Any, above: Any) -> Iterator[Any]:
@@ -78,44 +89,24 @@ def _pairs(builder: Any, bits: int, in_place: bool, words: Any, above: Any) -> I
     """
     halves = builder.bitcast(words, _PAIRED)
     if bits == 8:
-        eight = _const(_PAIRED, 8)
+        eight = const(_PAIRED, 8)
         yield builder.ashr(builder.shl(halves, eight), eight)
         yield builder.ashr(halves, eight)
         return
     for n in range(4):
         place = 4 * n % 12
-        code = (
-            builder.and_(halves, _const(_PAIRED, 15 << place)) if n < 3 else builder.lshr(halves, _const(_PAIRED, 12))
-        )
+        code = builder.and_(halves, const(_PAIRED, 15 << place)) if n < 3 else builder.lshr(halves, const(_PAIRED, 12))
         if above is not None:
-            there = above if n < 3 else builder.shl(above, _const(_PAIRED, 4))
-            code = builder.or_(code, builder.and_(there, _const(_PAIRED, ((1 << bits) - 16) << place)))
-        yield code if in_place or not place else builder.lshr(code, _const(_PAIRED, place))
-
-
-def _add_products(builder: Any, total: Any, first: Any, second: Any) -> Any:
-    """Emit 32 products of halfwords, added in pairs to the 16 words of `total`: one instruction with AVX512_VNNI."""
-    if _WIDE:
-        return builder.add(total, call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", _WORDS, [first, second]))
-    if "avx2" in features():
-        sums = []
-        for start in (0, LANES):
-            numbers = ir.Constant(_WORDS, list(range(start, start + LANES)))
-            halves = [builder.shuffle_vector(each, each, numbers) for each in (first, second)]
-            sums.append(call_llvm(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, LANES // 2), halves))
-        return builder.add(total, builder.shuffle_vector(*sums, ir.Constant(_WORDS, list(range(LANES)))))
-    words = builder.bitcast(first, _WORDS), builder.bitcast(second, _WORDS)
-    sixteen = _const(_WORDS, 16)
-    low = [builder.ashr(builder.shl(each, sixteen), sixteen) for each in words]
-    high = [builder.ashr(each, sixteen) for each in words]
-    return builder.add(total, builder.add(builder.mul(*low), builder.mul(*high)))
+            there = above if n < 3 else builder.shl(above, const(_PAIRED, 4))
+            code = builder.or_(code, builder.and_(there, const(_PAIRED, ((1 << bits) - 16) << place)))
+        yield code if in_place or not place else builder.lshr(code, const(_PAIRED, place))
 
 
 def _supers(builder: Any, layout: Layout, supers: Any, index: Any) -> list[Any]:
     """Emit loads of what the scales, and the mins if there are any, of 256 inputs are multiplied with, as float32."""
     n = 2 if layout.low else 1
     places = [builder.add(builder.mul(index, i64(n)), i64(number)) for number in range(n if layout.nested else 0)]
-    return [builder.fpext(_load(builder, supers, place, _HALF_FLOATS), _FLOATS) for place in places]
+    return [builder.fpext(_load(builder, _HALF_FLOATS, supers, place), FLOATS) for place in places]
 
 
 def _group_numbers(
@@ -129,30 +120,23 @@ def _group_numbers(
 
     def whole(address: Any, signed: bool) -> Any:
         extend = builder.sext if signed else builder.zext
-        return builder.sitofp(extend(_load(builder, address, group, _BYTES), _WORDS), _FLOATS)
+        return builder.sitofp(extend(_load(builder, _BYTES, address, group), WORDS), FLOATS)
 
     def half(address: Any) -> Any:
-        return builder.fpext(_load(builder, address, group, _HALF_FLOATS), _FLOATS)
+        return builder.fpext(_load(builder, _HALF_FLOATS, address, group), FLOATS)
 
     if layout.nested:
         scale = builder.fmul(whole(scales, layout.scale == "int8"), supers[0])
     elif layout.scale == "float16":
         scale = half(scales)
     else:
-        words = builder.zext(_load(builder, scales, group, _HALVES), _WORDS)
-        scale = builder.bitcast(builder.shl(words, _const(_WORDS, 16)), _FLOATS)
+        words = builder.zext(_load(builder, _HALVES, scales, group), WORDS)
+        scale = builder.bitcast(builder.shl(words, const(WORDS, 16)), FLOATS)
     if layout.low == "zeros":
         return scale, whole(lows, False)
     if layout.low and layout.nested:
         return scale, builder.fneg(builder.fmul(whole(lows, False), supers[1]))
     return scale, half(lows) if layout.low else None
-
-
-def _load_splat(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
-    """Emit a load of number `offset` from an array at the address `base` into all lanes of a vector of type `kind`."""
-    return splat(
-        builder, builder.load(builder.gep(builder.inttoptr(base, ir.PointerType(kind.element)), [offset])), kind
-    )
 
 
 def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
@@ -174,7 +158,7 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
     in_place = _WIDE and bits < 8 and rows == 1
     n_chains = 4 if in_place else max(1, _CHAINS // rows)
     cells = [(plane, t) for plane in range(planes) for t in range(rows)]
-    no_sums = {(*cell, chain): _const(_WORDS, 0) for cell in cells for chain in range(n_chains)}
+    no_sums = {(*cell, chain): const(WORDS, 0) for cell in cells for chain in range(n_chains)}
 
     def emit(builder: Any, x: Any, factors: Any, codes: Any, *others: Any) -> None:
         scales, lows, supers, n_groups, out = others
@@ -192,9 +176,9 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
                 for n, weights in enumerate(itertools.chain.from_iterable(pairs)):
                     number = builder.add(builder.mul(step, i64(size // 2 // n_steps)), i64(n))
                     for cell in cells:
-                        numbers = _load_splat(builder, x, builder.add(starts[cell], number), _WORDS)
+                        numbers = _load_splat(builder, WORDS, x, builder.add(starts[cell], number))
                         chain = (*cell, n % n_chains)
-                        sums[chain] = _add_products(builder, sums[chain], weights, builder.bitcast(numbers, _PAIRED))
+                        sums[chain] = multiply_add(builder, False, weights, numbers, sums[chain])
                 return sums
 
             sums = loop(builder, i64(n_steps), no_sums, add_vectors)
@@ -207,17 +191,17 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
                     for chain in range(1, n_chains):
                         part = sums[plane, t, chain]
                         if in_place and chain < 3:
-                            part = builder.ashr(part, _const(_WORDS, 4 * chain))  # exact
+                            part = builder.ashr(part, const(WORDS, 4 * chain))  # exact
                         dot = builder.add(dot, part)
-                    dots.append(builder.sitofp(dot, _FLOATS))
+                    dots.append(builder.sitofp(dot, FLOATS))
                 dot = dots[0]
                 if planes == 2:
-                    dot = multiply_add(builder, False, dots[1], _const(_FLOATS, 2.0**-15), dot)
+                    dot = multiply_add(builder, False, dots[1], const(FLOATS, 2.0**-15), dot)
                 at = builder.add(builder.mul(n_groups, i64(t)), group)
-                factor = _load_splat(builder, factors, at, _FLOATS)
+                factor = _load_splat(builder, FLOATS, factors, at)
                 if layout.low or layout.offset:
                     sum_at = builder.add(at, builder.mul(n_groups, i64(rows)))
-                    of_sum = _load_splat(builder, factors, sum_at, _FLOATS)
+                    of_sum = _load_splat(builder, FLOATS, factors, sum_at)
                     if layout.low == "zeros":
                         dot = multiply_add(builder, False, low, of_sum, dot)
                     elif layout.low:
@@ -234,16 +218,15 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
             first = builder.mul(index, i64(n_within))
             return loop(builder, i64(n_within), totals, lambda group, sums: add(builder.add(first, group), sums))
 
-        totals, n_within = dict.fromkeys(range(rows), _const(_FLOATS, 0.0)), SUPER // size
+        totals, n_within = dict.fromkeys(range(rows), const(FLOATS, 0.0)), SUPER // size
         if layout.nested:
             totals = loop(builder, builder.udiv(n_groups, i64(n_within)), totals, add_super)
         else:
             totals = loop(builder, n_groups, totals, partial(add_group, []))
-        place = builder.inttoptr(out, ir.PointerType(_FLOATS))
         for t in range(rows):
-            builder.store(totals[t], builder.gep(place, [i64(t)]), align=4)
+            store(builder, totals[t], out, _VECTOR * t)
 
-    return intrinsic_of(f"dot {layout} {rows} {planes}", types.void(*[types.intp] * 8), emit)
+    return procedure(f"dot {layout} {rows} {planes}", 8, emit)
 
 
 def sum_factor(layout: Layout) -> np.float32:
@@ -266,9 +249,9 @@ def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any
         scale, low = _group_numbers(builder, layout, scales, lows, of_group, group)
         first = builder.add(builder.mul(n, i64(bits)), i64(part * bits // n_groups))
         exponents = {24} if bits == 8 else {0, 4, 8, 16, 20, 24}
-        factors = {e: builder.fmul(scale, _const(_FLOATS, 2.0**-e)) for e in exponents}
+        factors = {e: builder.fmul(scale, const(FLOATS, 2.0**-e)) for e in exponents}
         if layout.low == "zeros":  # none of these products and sums is rounded
-            low = builder.fmul(builder.fmul(low, _const(_FLOATS, -1 / 16)), scale)
+            low = builder.fmul(builder.fmul(low, const(FLOATS, -1 / 16)), scale)
         for words, above in _loaded(builder, bits, codes, first, bits // n_groups):
             for code, e in _codes(builder, layout, words, above):
                 if layout.low:
@@ -294,16 +277,15 @@ def row_times_blocks(layout: Layout) -> Callable[..., Any]:
                 *(_weights(builder, layout, at[0], list(at[1:]), step) for at in (blocks[:4], blocks[4:])), strict=True
             )
             for i, weights in enumerate(pairs):
-                number = _load_splat(builder, x, builder.add(inputs, i64(i)), _FLOATS)
+                number = _load_splat(builder, FLOATS, x, builder.add(inputs, i64(i)))
                 sums = {j: multiply_add(builder, False, number, weights[j], sums[j]) for j in sums}
             return sums
 
-        sums = loop(builder, n_steps, dict.fromkeys(range(2), _const(_FLOATS, 0.0)), add_step)
-        place = builder.inttoptr(out, ir.PointerType(_FLOATS))
+        sums = loop(builder, n_steps, dict.fromkeys(range(2), const(FLOATS, 0.0)), add_step)
         for j in sums:
-            builder.store(sums[j], builder.gep(place, [i64(j)]), align=4)
+            store(builder, sums[j], out, _VECTOR * j)
 
-    return intrinsic_of(f"row {layout}", types.void(*[types.intp] * 11), emit)
+    return procedure(f"row {layout}", 11, emit)
 
 
 def rows_of_block(layout: Layout, dtype: str) -> Callable[..., Any]:
@@ -319,10 +301,9 @@ def rows_of_block(layout: Layout, dtype: str) -> Callable[..., Any]:
         words = [*_words(builder, layout, dtype, codes, beside, n)]
         for start in range(0, len(words), LANES):
             for i, row in enumerate(transposed(builder, words[start : start + LANES])):
-                at = builder.add(builder.add(out, builder.mul(stride, i64(i))), i64(4 * start))
-                builder.store(row, builder.inttoptr(at, ir.PointerType(_WORDS)), align=1)
+                store(builder, row, out, (stride, i), 4 * start)
 
-    return intrinsic_of(f"rows {layout} {dtype}", types.void(*[types.intp] * 7), emit)
+    return procedure(f"rows {layout} {dtype}", 7, emit)
 
 
 def words_of_block(layout: Layout, dtype: str) -> Callable[..., Any]:
@@ -334,10 +315,9 @@ def words_of_block(layout: Layout, dtype: str) -> Callable[..., Any]:
     def emit(builder: Any, codes: Any, *others: Any) -> None:
         *beside, n, out, stride = others
         for i, word in enumerate(_words(builder, layout, dtype, codes, beside, n)):
-            at = builder.add(out, builder.mul(stride, i64(i)))
-            builder.store(word, builder.inttoptr(at, ir.PointerType(_WORDS)), align=4)
+            store(builder, word, out, (stride, i))
 
-    return intrinsic_of(f"words {layout} {dtype}", types.void(*[types.intp] * 7), emit)
+    return procedure(f"words {layout} {dtype}", 7, emit)
 
 
 def _words(builder: Any, layout: Layout, dtype: str, codes: Any, beside: list[Any], n: Any) -> Iterator[Any]:
@@ -345,7 +325,7 @@ def _words(builder: Any, layout: Layout, dtype: str, codes: Any, beside: list[An
     weights = _weights(builder, layout, codes, beside, n)
     for weight in weights:
         if dtype == "float32":
-            yield builder.bitcast(weight, _WORDS)
+            yield builder.bitcast(weight, WORDS)
         else:
             yield _rounded(builder, weight, next(weights), dtype)
 
@@ -354,10 +334,10 @@ def _rounded(builder: Any, low: Any, high: Any, dtype: str) -> Any:
     """Emit the rounding of two vectors of 16 finite float32 numbers to a two-byte dtype, joined as 16 words."""
     if dtype == "float16":
         halves = (builder.fptrunc(each, ir.VectorType(ir.HalfType(), LANES)) for each in (low, high))
-        low, high = (builder.zext(builder.bitcast(each, _HALVES), _WORDS) for each in halves)
-        return builder.or_(low, builder.shl(high, _const(_WORDS, 16)))
+        low, high = (builder.zext(builder.bitcast(each, _HALVES), WORDS) for each in halves)
+        return builder.or_(low, builder.shl(high, const(WORDS, 16)))
     words = []
-    for each in (builder.bitcast(low, _WORDS), builder.bitcast(high, _WORDS)):
-        odd = builder.and_(builder.lshr(each, _const(_WORDS, 16)), _const(_WORDS, 1))
-        words.append(builder.add(each, builder.add(odd, _const(_WORDS, 0x7FFF))))
-    return builder.or_(builder.lshr(words[0], _const(_WORDS, 16)), builder.and_(words[1], _const(_WORDS, 0xFFFF0000)))
+    for each in (builder.bitcast(low, WORDS), builder.bitcast(high, WORDS)):
+        odd = builder.and_(builder.lshr(each, const(WORDS, 16)), const(WORDS, 1))
+        words.append(builder.add(each, builder.add(odd, const(WORDS, 0x7FFF))))
+    return builder.or_(builder.lshr(words[0], const(WORDS, 16)), builder.and_(words[1], const(WORDS, 0xFFFF0000)))

@@ -118,13 +118,23 @@ def multiply_add(builder: Any, pairs: bool, x: Any, y: Any, total: Any) -> Any:
     if not integers:
         name = "llvm.x86.avx512bf16.dpbf16ps.512" if pairs else f"llvm.fma.v{lanes}f32"
         return call_llvm(builder, name, total.type, [total, x, y] if pairs else [x, y, total])
+    if "avx2" in features() and lanes == LANES and "avx512bw" not in features():
+        parts = [range(first, first + LANES) for first in (0, LANES)]
+        sums = [_pairs_added(builder, *(shuffle(builder, each, each, part) for each in (x, y))) for part in parts]
+        return builder.add(total, shuffle(builder, *sums, range(LANES)))
     if "avx2" in features():
-        name = "llvm.x86.avx512.pmaddw.d.512" if lanes == LANES else "llvm.x86.avx2.pmadd.wd"
-        return builder.add(total, call_llvm(builder, name, total.type, [x, y]))
+        return builder.add(total, _pairs_added(builder, x, y))
     wide = ir.VectorType(I32, 2 * lanes)
     products = builder.mul(builder.sext(x, wide), builder.sext(y, wide))
     even, odd = (shuffle(builder, products, products, range(first, 2 * lanes, 2)) for first in (0, 1))
     return builder.add(total, builder.add(even, odd))
+
+
+def _pairs_added(builder: Any, x: Any, y: Any) -> Any:
+    """Emit the products of 16-bit integers, added in pairs: one instruction."""
+    kind = ir.VectorType(I32, x.type.count // 2)
+    name = "llvm.x86.avx512.pmaddw.d.512" if kind.count == LANES else "llvm.x86.avx2.pmadd.wd"
+    return call_llvm(builder, name, kind, [x, y])
 
 
 def call_llvm(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
