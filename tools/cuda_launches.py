@@ -62,9 +62,10 @@ def _combine(dtype: torch.dtype, n_parts: int) -> None:
 
 
 def _merge_slots(dtype: torch.dtype, n_slots: int) -> None:
-    from lce.kernels.merge.merging_triton import merge_slots
+    from lce.kernels.merge.merging_triton import merge_pieces
 
-    merge_slots(torch.empty(4, 32, n_slots, 128, dtype=dtype), torch.empty(4, 32, n_slots))
+    out, lse = torch.empty(4, 32, n_slots, 128, dtype=dtype), torch.empty(4, 32, n_slots)
+    merge_pieces(out.movedim(2, 0), lse.movedim(2, 0), dtype)
 
 
 def _attention() -> Iterator[Call]:
@@ -113,8 +114,8 @@ def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
 
     q, k = torch.empty(8, n, dim, dtype=dtype), torch.empty(2, n, dim, dtype=dtype)
     weight, cos, at = torch.empty(dim, dtype=dtype), torch.empty(n, dim // 2, dtype=dtype), torch.zeros(1).long()
-    elementwise.rms_norm(torch.empty(n, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-5)
-    elementwise.rms_norm_two(q, weight, k, weight, 1e-5)
+    elementwise.rms_norms(1e-5, (torch.empty(n, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)))
+    elementwise.rms_norms(1e-5, (q, weight), (k, weight))
     elementwise.silu_mul(torch.empty(n, 28_672, dtype=dtype))
     elementwise.rotate(q, cos, cos)
     buffer = torch.empty(2, 4096, dim, dtype=dtype)

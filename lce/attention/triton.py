@@ -44,7 +44,7 @@ class Triton(Compiled):
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         if not _fits(out):
             return super().merge_slots(out, lse)
-        return gpu.merging.merge_slots(out, lse)
+        return gpu.merging.merge_pieces(out.movedim(2, 0), lse.movedim(2, 0), out.dtype)
 
 
 def _fits(q: Tensor, *others: Tensor) -> bool:

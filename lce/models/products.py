@@ -182,7 +182,7 @@ def rms_norm(
     if runs_on(x):
         return elementwise.rms_norm(x, weight, eps, dtype, onto)
     if gpu.launching.runs_on(x):
-        out = gpu.elementwise.rms_norm(x, weight, eps)
+        out = gpu.elementwise.rms_norms(eps, (x, weight))[0]
     else:
         common = torch.promote_types(x.dtype, weight.dtype)
         out = F.rms_norm(x.to(common), weight.shape, weight.to(common), eps).to(weight.dtype)
@@ -199,7 +199,8 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def norm_heads(q: Tensor, q_weight: Tensor, k: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Apply `rms_norm` to queries and to keys, `[heads, T, D]` each; on a GPU in one launch."""
     if gpu.launching.runs_on(q):
-        return gpu.elementwise.rms_norm_two(q, q_weight, k, k_weight, eps)
+        q, k = gpu.elementwise.rms_norms(eps, (q, q_weight), (k, k_weight))
+        return q, k
     return rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
 
 

@@ -17,15 +17,25 @@ from lce.kernels.runtime.launching import launch
 _NUMBERS = 2048  # numbers that a program computes at a time
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm with `weight [D]` to each row of `x [T, D]` or `[H, T, D]`; return a contiguous tensor."""
-    return _normed(eps, (x, weight))[0]
+def rms_norms(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Apply RMSNorm to each row of one or two tensors `[T, D]` or `[H, T, D]`, such as a layer's queries and keys.
 
-
-def rms_norm_two(x: Tensor, weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Apply `rms_norm` to x and y, such as a layer's queries and keys, in one launch; all rows have length D."""
-    first, second = _normed(eps, (x, weight), (y, y_weight))
-    return first, second
+    Each comes with its weight `[D]`. The results are contiguous. One launch.
+    """
+    dim = both[0][0].shape[-1]
+    rows, width = _rows_of(dim)
+    given: list[Any] = []
+    for x, weight in both:
+        fits = x.shape[-1] == dim and weight.shape == (dim,) and weight.is_contiguous() and x.ndim in (2, 3)
+        assert fits, (x.shape, weight.shape)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        heads, n = (1, len(x)) if x.ndim == 2 else x.shape[:2]
+        head_stride = x.stride(0) if x.ndim == 3 else 0
+        given.append((x, weight, x.new_empty(x.shape, dtype=weight.dtype), head_stride, x.stride(-2), heads * n, n))
+    n_programs = [triton.cdiv(one[5], rows) for one in given]
+    options = {"ROWS": rows, "DIM": width, "num_warps": min(16, max(4, width // 1024))}
+    launch(_rms_norm, (sum(n_programs),), tuple(given), n_programs[0], dim, eps, **options)
+    return [one[2] for one in given]
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -117,24 +127,6 @@ def _rows_of(width: int) -> tuple[int, int]:
     """Return how many rows of `width` numbers a program takes, and `width` rounded up to a power of two."""
     wide = triton.next_power_of_2(width)
     return max(1, _NUMBERS // wide), wide
-
-
-def _normed(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Apply RMSNorm to one or two tensors, each given with its weight, in one launch."""
-    dim = both[0][0].shape[-1]
-    rows, width = _rows_of(dim)
-    given: list[Any] = []
-    for x, weight in both:
-        fits = x.shape[-1] == dim and weight.shape == (dim,) and weight.is_contiguous() and x.ndim in (2, 3)
-        assert fits, (x.shape, weight.shape)
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        heads, n = (1, len(x)) if x.ndim == 2 else x.shape[:2]
-        head_stride = x.stride(0) if x.ndim == 3 else 0
-        given.append((x, weight, x.new_empty(x.shape, dtype=weight.dtype), head_stride, x.stride(-2), heads * n, n))
-    n_programs = [triton.cdiv(one[5], rows) for one in given]
-    options = {"ROWS": rows, "DIM": width, "num_warps": min(16, max(4, width // 1024))}
-    launch(_rms_norm, (sum(n_programs),), tuple(given), n_programs[0], dim, eps, **options)
-    return [one[2] for one in given]
 
 
 @triton.jit

@@ -15,33 +15,17 @@ from lce.kernels.runtime.launching import launch
 def merge_pieces(parts: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merge attention to n pieces of the keys, `parts [n, …, D]` and log-sum-exps `lses [n, …]`: `[…, D]` and `[…]`.
 
-    Both are contiguous; `lses` is float32. A piece with log-sum-exp -inf is not read. Bytes moved: each piece once.
+    `lses` is float32. A piece with log-sum-exp -inf is not read. Bytes moved: each piece once.
     """
     n_parts, *shape, dim = parts.shape
-    n_rows = lses.numel() // n_parts
-    return _merge(parts, lses, shape, dtype, (n_rows * dim, dim, n_rows, 1))
-
-
-def merge_slots(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention to K tiles, contiguous `out [H, T, K, D]`, `lse [H, T, K]` (float32): `[H, T, D]`, `[H, T]`."""
-    *shape, n_slots, dim = out.shape
-    return _merge(out, lse, shape, out.dtype, (dim, n_slots * dim, 1, n_slots))
-
-
-def _merge(
-    parts: Tensor, lses: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: tuple[int, int, int, int]
-) -> tuple[Tensor, Tensor]:
-    """Run one program per row. `strides` are from part to part and from row to row, in `parts` and then in `lses`."""
-    dim = parts.shape[-1]
+    parts, lses = parts.flatten(1, -2), lses.flatten(1)  # one program a row
+    assert (parts.shape, parts.stride(2)) == ((*lses.shape, dim), 1), (parts.shape, parts.stride(), lses.shape)
+    assert lses.dtype == torch.float32
     out = torch.empty(*shape, dim, dtype=dtype, device=parts.device)
     lse = torch.empty(*shape, dtype=torch.float32, device=parts.device)
-    n_parts = parts.numel() // max(1, out.numel())
-    assert parts.is_contiguous()
-    assert lses.is_contiguous()
-    assert lses.dtype == torch.float32
     block = min(64, max(2, triton.next_power_of_2(n_parts)))
     options = {"DIM": dim, "WIDE": triton.next_power_of_2(dim), "BLOCK": block, "num_warps": max(2, block // 8)}
-    launch(_merge_row, (lse.numel(),), parts, lses, out, lse, strides[:2], (n_parts, *strides[2:]), **options)
+    launch(_merge_row, (lse.numel(),), parts, lses, out, lse, parts.stride()[:2], (n_parts, *lses.stride()), **options)
     return out, lse
 
 

@@ -1,8 +1,4 @@
-"""Products of a few input rows with a weight matrix, which is read once, at the speed of memory.
-
-The kernel also does the operations around a product in a decoder layer: the norm of the input, the bias, the gate of an
-MLP, and the sum with the hidden states.
-"""
+"""Products of a few input rows with a weight matrix, which is read once, at the speed of memory."""
 
 from typing import Any
 
@@ -16,23 +12,13 @@ _product = Kernels("products.product")
 _APART = 80  # the most numbers of padding behind a row of x
 
 
-def product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: Gate | None = None,
-    onto: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    into: Tensor | None = None,
-) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, **around: Any) -> Tensor:
     """Return `x @ weight.T + bias`, `[T, out]`, for `x [T, in]`, T ≤ `MOST_ROWS`, `weight [out, in]`, `bias [out]`.
 
     With `norm [in]`, each row of x is first divided by its root mean square and multiplied by `norm`. With `gate`, the
     first half a and second half b of each result row are combined to `gate(a) * b`: `[T, out / 2]`. With `onto`, the
     result is added to that tensor in place; `into`, a slice of columns perhaps, is a tensor to write the result to.
+    `around_product` has the types of these options.
 
     All other tensors are contiguous, on the CPU and of one dtype, except that `out_dtype`, `onto` and an x with a norm
     may be float32. Arithmetic is float32, rounded once at the end. A row of the result has the same bits for any T and
@@ -40,7 +26,7 @@ def product(
     as one.
     """
     (n_rows, size), dtype = weight.shape, weight.dtype
-    own, out, n_out, given = around_product(x, n_rows, size, bias, norm, eps, gate, onto, out_dtype, into)
+    own, out, n_out, given = around_product(x, n_rows, size, bias, **around)
     fits = weight.is_contiguous() and own is dtype
     assert fits, (weight.stride(), dtype, x.dtype)
     memory = BEGUN_BYTES + 4 * MOST_ROWS * (2 * PRODUCT_ROWS + size + _APART + 32 * PRODUCT_ROWS)

@@ -7,7 +7,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
 from typing import Any
 
@@ -98,24 +98,24 @@ def seam() -> None:
         _thread.calls.append(None)
 
 
-@contextmanager
-def sliced(slices: Slices | None) -> Iterator[None]:
+def sliced(slices: Slices | None) -> AbstractContextManager[Any]:
     """Have this thread's calls of kernels inside `with` cut into slices; None stops that."""
-    before, _thread.slices = _thread.slices, slices
-    try:
-        yield
-    finally:
-        _thread.slices = before
+    return _with("slices", slices)
+
+
+def recording(calls: list[Any] | None) -> AbstractContextManager[Any]:
+    """Append this thread's calls of kernels inside `with` to `calls`; None stops an outer recording."""
+    return _with("calls", calls)
 
 
 @contextmanager
-def recording(calls: list[Any] | None) -> Iterator[list[Any]]:
-    """Append this thread's calls of kernels inside `with` to `calls`; None stops an outer recording."""
-    before, _thread.calls = _thread.calls, calls
+def _with(name: str, value: Any) -> Iterator[Any]:
+    before = getattr(_thread, name)
+    setattr(_thread, name, value)
     try:
-        yield calls if calls is not None else []
+        yield value
     finally:
-        _thread.calls = before
+        setattr(_thread, name, before)
 
 
 class Kernels(dict[Any, Kernel]):

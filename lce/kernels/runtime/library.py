@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import astuple, is_dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,7 @@ def address(name: str | Callable[..., Any], kind: Any = None) -> int:
         if code is None:
             folder = cache_folder(level)
             code = read(folder / file) if folder else None
-            if not code:
-                code = compiled(file, lambda: _body(name, kind), folder)
+            code = code or compiled(file, lambda: import_module("lce.kernels.runtime.bodies").body(name, kind), folder)
         return load(code)
 
 
@@ -139,12 +139,6 @@ def compiled(file: str, body: Callable[[], Any], folder: Path | None) -> bytes:
         except Exception as error:
             announce("compiled kernels are not kept, so that every run compiles them", f": {error}")
     return code
-
-
-def _body(name: str, kind: Any) -> Callable[..., Any]:
-    from lce.kernels.runtime import bodies
-
-    return bodies.body(name, kind)
 
 
 def announce(what: str, more: str) -> None:

@@ -5,6 +5,7 @@ in ELF's format, for x86-64 or arm64, compiled as position-independent code, so 
 """
 
 import struct
+from collections import namedtuple
 from typing import NamedTuple
 
 _X86_64, _ARM64 = 62, 183  # ELF's numbers for processors
@@ -28,19 +29,8 @@ class LinkError(ValueError):
     """A kernel that cannot stand alone: it calls a function outside itself, or needs data that can be written."""
 
 
-class _Section(NamedTuple):
-    """A section of an object file, as the file's table of sections says."""
-
-    name: int
-    type: int
-    flags: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    alignment: int
-    entry_size: int
+# A section of an object file, as the file's table of sections says.
+_Section = namedtuple("_Section", "name type flags address offset size link info alignment entry_size")
 
 
 class _Symbol(NamedTuple):

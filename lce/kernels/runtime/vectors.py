@@ -121,7 +121,7 @@ def multiply_add(builder: Any, pairs: bool, x: Any, y: Any, total: Any) -> Any:
     if "avx2" in features() and lanes == LANES and "avx512bw" not in features():
         parts = [range(first, first + LANES) for first in (0, LANES)]
         sums = [_pairs_added(builder, *(shuffle(builder, each, each, part) for each in (x, y))) for part in parts]
-        return builder.add(total, shuffle(builder, *sums, range(LANES)))
+        return builder.add(total, shuffle(builder, sums[0], sums[1], range(LANES)))
     if "avx2" in features():
         return builder.add(total, _pairs_added(builder, x, y))
     wide = ir.VectorType(I32, 2 * lanes)

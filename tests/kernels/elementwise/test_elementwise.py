@@ -43,15 +43,16 @@ def close(room: str, got: Tensor, expected: Tensor) -> None:
 @each_dtype
 def test_the_norm_of_rows_and_of_heads(room: str, n: int, dtype: torch.dtype) -> None:
     module, device = kernels(room)
+    norm = module.rms_norm if room == "cpu" else lambda x, weight, eps: module.rms_norms(eps, (x, weight))[0]
     weight, rows = random(16, dtype=dtype, seed=2).to(device), random(n, 3, 16, dtype=dtype).to(device)
     for x in (rows[:, 1].contiguous(), rows[:, 1], rows.transpose(0, 1)):
-        close(room, module.rms_norm(x, weight, EPS), normed(x, weight))
-        wide = module.rms_norm(x.float() * 1.001, weight, EPS)
+        close(room, norm(x, weight, EPS), normed(x, weight))
+        wide = norm(x.float() * 1.001, weight, EPS)
         assert wide.dtype == dtype
         close(room, wide, normed(x.float() * 1.001, weight))
     if room == "cuda":
         q, k = rows.transpose(0, 1)[:2], rows.transpose(0, 1)[2:]
-        for got, x in zip(module.rms_norm_two(q, weight, k, weight, EPS), (q, k), strict=True):
+        for got, x in zip(module.rms_norms(EPS, (q, weight), (k, weight)), (q, k), strict=True):
             close(room, got, normed(x, weight))
 
 
@@ -183,7 +184,7 @@ def merges(room: str) -> tuple[Any, Any]:
     """How a room merges parts, and slots: on a CPU slots are merged by PyTorch, if at all."""
     module, _ = kernels(room, "merging")
     if room == "cuda":
-        return module.combined, module.merge_slots
+        return module.combined, lambda x, lse: module.merge_pieces(x.movedim(2, 0), lse.movedim(2, 0), x.dtype)
     return module.merged, Attention.choose("torch").merge_slots
 
 
