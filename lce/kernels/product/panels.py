@@ -79,12 +79,7 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def product(
-    x: Tensor,
-    weight: Tensor | Packed,
-    bias: Tensor | None,
-    gate: Gate | None,
-    onto: Tensor | None,
-    dtype: torch.dtype,
+    x: Tensor, weight: Tensor | Packed, bias: Tensor | None, gate: Gate | None, onto: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return `x @ weight.T + bias` of `dtype`, `[T, out]`, for contiguous `x [T, in]` and `weight [out, in]`.
 
