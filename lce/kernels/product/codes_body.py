@@ -31,6 +31,7 @@ _WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
 _STEP = 4 if _WIDE else 1  # the most vectors of codes in one step of the innermost loop, so that registers suffice
 _CHAINS = 4 if _WIDE else 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
 _AHEAD = 32  # vectors of codes, 2 KiB: how far ahead they are asked for, since a processor guesses to a page's end
+BLOCKS = 4  # blocks with which a row of x is multiplied at a time
 _VECTOR = 4 * LANES  # bytes of a vector
 _HALF_FLOATS, _BYTES, _HALVES = (ir.VectorType(each, LANES) for each in (ir.HalfType(), ir.IntType(8), ir.IntType(16)))
 _PAIRED = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -261,31 +262,30 @@ def _weights(builder: Any, layout: Layout, codes: Any, beside: list[Any], n: Any
 
 
 def row_times_blocks(layout: Layout) -> Callable[..., Any]:
-    """Return the intrinsic `(x, codes, scales, lows, supers, …, n, out)`: one row of x times two blocks' rows.
+    """Return the intrinsic `(x, n, codes, scales, lows, supers, out, …)`: one row of x times the rows of some blocks.
 
-    All arguments but n are addresses: of `x [32 · n]`, of what `_weights` takes of one block and then of another, and
-    of the result `out [32]`; x and the result are float32. Each number of the result is one sum over the inputs in
-    order, from 0 on, of what `rows_of_block` unpacks, which stays in registers. Instructions: about 0.6 per weight.
+    All arguments but n are addresses: of `x [32 · n]`, and for each of `BLOCKS` blocks of what `_weights` takes and of
+    the result `out [16]`; x and the result are float32. Each number of the result is one sum over the inputs in order,
+    from 0 on, of what `rows_of_block` unpacks, which stays in registers: several blocks, since an addition waits for
+    the one before it. Instructions: about 0.6 per weight.
     """
 
-    def emit(builder: Any, x: Any, *others: Any) -> None:
-        *blocks, n_steps, out = others
+    def emit(builder: Any, x: Any, n_steps: Any, *others: Any) -> None:
+        blocks = [others[5 * i : 5 * i + 5] for i in range(BLOCKS)]
 
         def add_step(step: Any, sums: Any) -> Any:
             inputs = builder.mul(step, i64(32))
-            pairs = zip(
-                *(_weights(builder, layout, at[0], list(at[1:]), step) for at in (blocks[:4], blocks[4:])), strict=True
-            )
-            for i, weights in enumerate(pairs):
+            of_blocks = (_weights(builder, layout, at[0], list(at[1:4]), step) for at in blocks)
+            for i, weights in enumerate(zip(*of_blocks, strict=True)):
                 number = _load_splat(builder, FLOATS, x, builder.add(inputs, i64(i)))
                 sums = {j: multiply_add(builder, False, number, weights[j], sums[j]) for j in sums}
             return sums
 
-        sums = loop(builder, n_steps, dict.fromkeys(range(2), const(FLOATS, 0.0)), add_step)
-        for j in sums:
-            store(builder, sums[j], out, _VECTOR * j)
+        sums = loop(builder, n_steps, dict.fromkeys(range(BLOCKS), const(FLOATS, 0.0)), add_step)
+        for j, block in enumerate(blocks):
+            store(builder, sums[j], block[4])
 
-    return procedure(f"row {layout}", 11, emit)
+    return procedure(f"row {layout}", 2 + 5 * BLOCKS, emit)
 
 
 def rows_of_block(layout: Layout, dtype: str) -> Callable[..., Any]:

@@ -96,8 +96,9 @@ def product(
     if x.dtype is torch.bfloat16 and size % 2:  # numbers are multiplied in pairs
         x = x.float()
     at_once = max(1, PACKED // (4 * size * PANEL_COLUMNS)) * PANEL_COLUMNS
-    for some, into in zip(x.split(at_once), out.split(at_once), strict=True):
-        _multiply(some, weight, bias, gate, onto is not None, into)
+    for first in range(0, n, at_once):
+        here = slice(first, first + at_once) if n > at_once else ...
+        _multiply(x[here], weight, bias, gate, onto is not None, out[here])
     return out
 
 

@@ -72,7 +72,7 @@ def product(
             bias[part] = np.float32(0)
             if bias_at:
                 _read_bias(bias_at, part * n_out + first + row, n_here, False, bias[part])
-            sums[part, :n_here] = np.float32(0)
+            sums[part, : n_here if packed_at else 0] = np.float32(0)
             for number in range(n_slices if packed_at else 0):  # a range with a variable step could raise
                 word, weights_at = number * per_slice, weight_at + part * half
                 n_words = min(per_slice, words - word)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, float32, int8, int16, int64, uint8, uint16, uint32
 
-from lce.kernels.product.codes_body import dot, row_times_blocks, rows_of_block, sum_factor, words_of_block
+from lce.kernels.product.codes_body import BLOCKS, dot, row_times_blocks, rows_of_block, sum_factor, words_of_block
 from lce.kernels.product.few_rows_body import add_words, in_pairs
 from lce.kernels.product.products_body import around_of, begins, finish_row
 from lce.kernels.runtime.compiling import ByDtype, by_dtype, inner, kernel, number_of
@@ -220,13 +220,25 @@ def sums(begin, end, memory, x_at, codes, scales, lows, supers, sums_at, n, n_ou
     sums_row, word_bytes = (n_out + FEW_ROWS - 1) // FEW_ROWS * FEW_ROWS, 4 * FEW_ROWS
     per_word = 2 if in_pairs else 1
     results = carray(pointer(sums_at, float32), (n, sums_row))
+    if n == 1 and per_word == 1 and n_in % 32 == 0:
+        last = min(n_blocks, end * FEW_ROWS // LANES) - 1
+        for first in range(begin * FEW_ROWS // LANES, last + 1, BLOCKS):
+            a, b, c, d = first, min(first + 1, last), min(first + 2, last), min(first + 3, last)
+            _row_times_blocks(
+                x_at,
+                n_in // 32,
+                *_block_of(codes, scales, lows, supers, a, n_in),
+                sums_at + 4 * LANES * a,
+                *_block_of(codes, scales, lows, supers, b, n_in),
+                sums_at + 4 * LANES * b,
+                *_block_of(codes, scales, lows, supers, c, n_in),
+                sums_at + 4 * LANES * c,
+                *_block_of(codes, scales, lows, supers, d, n_in),
+                sums_at + 4 * LANES * d,
+            )
+        return
     for task in range(begin, end):
         row = task * FEW_ROWS
-        if n == 1 and per_word == 1 and n_in % 32 == 0:
-            of_first = _block_of(codes, scales, lows, supers, row // LANES, n_in)
-            of_second = _block_of(codes, scales, lows, supers, min(row // LANES + 1, n_blocks - 1), n_in)
-            _row_times_blocks(x_at, *of_first, *of_second, n_in // 32, sums_at + 4 * row)
-            continue
         results[:, row : row + FEW_ROWS] = np.float32(0)
         for first in range(0, n_in, FEW_INPUTS):
             n_here = min(FEW_INPUTS, n_in - first)
