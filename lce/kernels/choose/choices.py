@@ -1,8 +1,4 @@
-"""Choices by score: the n best chunks for each query, and the n best tokens for a block of queries.
-
-Scores are compared by sort keys, which the code calls keys: 32-bit integers in the order of the scores, with NaN as the
-largest. Of equal scores, the last are taken, so a choice depends on the scores alone.
-"""
+"""Choices by score on CPUs."""
 
 import torch
 from torch import Tensor

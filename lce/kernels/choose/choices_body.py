@@ -1,7 +1,7 @@
-"""Choices by score: the n best chunks for each query, and the n best tokens for a block of queries.
+"""Choices by score.
 
 Scores are compared by sort keys, which the code calls keys: 32-bit integers in the order of the scores, with NaN as the
-largest. Of equal scores, the last are taken, so a choice depends on the scores alone.
+largest.
 """
 
 import numpy as np
@@ -33,11 +33,7 @@ _LEAST = np.int32(-0x7F80_0001)  # the sort key of -inf
 
 @by_dtype(kernel)
 def best_chunks(first, stop, memory, scores_at, forced_at, chosen_at, n_queries, n_chunks, n, start, size):
-    """Write the n best-scoring chunks of each query, in ascending order, then -1: `chosen [rows, n]`.
-
-    Of scores `[rows, n_chunks]`, query t sees the first `(start + t) // size`; those in `forced [T, n_chunks]` come
-    first. Time: O(chunks) for each of at most 32 steps of a binary search.
-    """
+    """Write the n best-scoring chunks of each row, as `choices.best_chunks` says, by a binary search of 32 steps."""
     chosen, keys = carray(pointer(chosen_at, int64), (stop, n)), carray(pointer(memory, int32), (n_chunks,))
     for row in range(first, stop):
         query = row % n_queries

@@ -1,8 +1,4 @@
-"""Scores and choices of chunks on GPUs; the host never waits for the device.
-
-Scores are compared by sort keys: 32-bit integers in the order of the scores, with NaN as the largest. Of equal scores,
-the last are taken, so a choice depends on the scores alone.
-"""
+"""Scores and choices of chunks on GPUs; the host never waits for the device."""
 
 import torch
 import triton

@@ -1,8 +1,4 @@
-"""Attention on CPUs, in prefill and decode: of queries to all keys, or of each query to its chosen tiles.
-
-A tile is the keys and values of one chunk of one KV head. An item is a task, which `rows.attend_rows` computes. Only
-shapes and chosen tiles determine the tasks, so a result's bits do not depend on the number of threads.
-"""
+"""Attention on CPUs, in prefill and decode: of queries to all keys, or of each query to its chosen tiles."""
 
 import ctypes
 import math

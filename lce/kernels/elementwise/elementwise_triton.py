@@ -1,7 +1,4 @@
-"""The operations of a decoder layer between matrix products, on GPUs: one launch each.
-
-Arithmetic is float32, and results are rounded once. Each input is read once, and each result is written once.
-"""
+"""The operations of a decoder layer between matrix products, on GPUs: one launch each."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The merge of attention results for disjoint sets of keys into the result of one softmax over all these keys."""
+"""The merge of attention results on CPUs."""
 
 from collections.abc import Sequence
 

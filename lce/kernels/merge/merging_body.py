@@ -1,4 +1,4 @@
-"""The merge of attention results for disjoint sets of keys into the result of one softmax over all these keys."""
+"""The merge of attention results."""
 
 import numpy as np
 from numba import carray, float32, int64
@@ -9,10 +9,7 @@ from lce.kernels.runtime.numbers import exp, itemsize, log2, pointer, read, stor
 
 @by_dtype(kernel)
 def merged(first, stop, memory, n_parts, size, out_at, total_at, parts_at):
-    """Write the merge of n parts, `out = Σ e^(lse_i - total) · out_i` `[rows, size]` and `total = ln Σ e^lse_i`.
-
-    `parts [n, 2]` has the addresses of each part's outputs and log-sum-exps. Bytes moved: each result once.
-    """
+    """Write the merge of n parts: `parts [n, 2]` has the addresses of each part's outputs and log-sum-exps."""
     parts = carray(pointer(parts_at, int64), (n_parts, 2))
     total = carray(pointer(total_at, float32), (stop,))
     sums = carray(pointer(memory, float32), (size,))

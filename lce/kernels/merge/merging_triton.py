@@ -1,4 +1,4 @@
-"""The merge of attention results for disjoint sets of keys into one softmax over all keys, by their log-sum-exps."""
+"""The merge of attention results on GPUs."""
 
 from collections.abc import Sequence
 

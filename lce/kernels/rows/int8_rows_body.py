@@ -19,20 +19,18 @@ from lce.kernels.runtime.shared import KEYS
 from lce.kernels.runtime.vectors import largest
 
 _products = quad_products if quad_products.USABLE else pair_products
-_LEAST, _COLUMNS = _products.LEAST, _products.COLUMNS
-_MOST_SIGNED, _MOST_UNSIGNED = _products.MOST_SIGNED, _products.MOST_UNSIGNED
-_score_keys, _add_values, _write_integers = _products.score_keys, _products.add_values, _products.write_integers
+_LEAST, _score_keys, _add_values = _products.LEAST, _products.score_keys, _products.add_values
 
 
 @inner
 def _put_integers(numbers, magnitudes, signed, to):
     """Write numbers as a row of 16-bit integers; return their scale, which is NaN if a number is not finite."""
-    total, most = np.float32(0), np.float32(_MOST_SIGNED if signed else _MOST_UNSIGNED)
+    total, most = np.float32(0), np.float32(_products.MOST_SIGNED if signed else _products.MOST_UNSIGNED)
     for i in range(len(numbers)):
         magnitudes[i] = abs(numbers[i])
         total += numbers[i]
     peak = largest(magnitudes.ctypes.data, len(numbers))
-    _write_integers(numbers, most / peak if peak > 0 else np.float32(0), to, signed)
+    _products.write_integers(numbers, most / peak if peak > 0 else np.float32(0), to, signed)
     return peak / most + np.float32(0) * total
 
 
@@ -93,7 +91,7 @@ def attend_rows(first, stop, _memory, args):
     The memory goes on behind what `scratch` divides, with space for `2 · KEYS · D` numbers of the dtype.
     """
     memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness, few, place, plain_at = arguments(args, 12)
-    if few and n <= FEW_ROWS and dim <= KEYS and dim % _COLUMNS == 0 and stop - first >= _LEAST:
+    if few and n <= FEW_ROWS and dim <= KEYS and dim % _products.COLUMNS == 0 and stop - first >= _LEAST:
         memory = scratch(memory_at, n_rows, dim)
         _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, number_of(steepness))
         return
