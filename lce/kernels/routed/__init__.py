@@ -5,6 +5,6 @@ For `q [H, T, D]` (not rotated), lists `chosen [H, T, K]` (-1 for none), rotatio
 K tiles that a query chose: `out [H, T, D]` and `lse [H, T]` (float32). Multiplications: 2 · H · T · K · L · D. Choices
 are sorted by chunk, so a chunk is read once for all rows of a task that chose it.
 
-Tasks of both kinds of attention share their pieces and memory, so the calls and bodies stand beside those of `dense`. In
-a decode step on a GPU, `decoding_triton` attends runs of tokens, whose bounds are read on the device.
+Tasks of both kinds of attention share their pieces and memory, so the calls and bodies stand beside those of `dense`.
+In a decode step on a GPU, `decoding_triton` attends runs of tokens, whose bounds are read on the device.
 """
