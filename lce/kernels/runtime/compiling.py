@@ -70,11 +70,19 @@ end:
   %at = getelementptr i8, ptr %to, i64 %i
   store i8 %byte, ptr %at""",
         ),
-        *(
-            (
-                name,
-                "ptr %from",
-                """
+        (
+            "memcpy",
+            "ptr %from",
+            """
+  %byte_at = getelementptr i8, ptr %from, i64 %i
+  %byte = load i8, ptr %byte_at
+  %at = getelementptr i8, ptr %to, i64 %i
+  store i8 %byte, ptr %at""",
+        ),
+        (
+            "memmove",
+            "ptr %from",
+            """
   %down = icmp ult ptr %from, %to
   %last = sub i64 %n, %next
   %j = select i1 %down, i64 %last, i64 %i
@@ -82,8 +90,6 @@ end:
   %byte = load i8, ptr %byte_at
   %at = getelementptr i8, ptr %to, i64 %j
   store i8 %byte, ptr %at""",
-            )
-            for name in ("memcpy", "memmove")
         ),
     )
 )
