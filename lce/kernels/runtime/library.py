@@ -28,7 +28,7 @@ _READ_EXECUTE = 5  # PROT_READ | PROT_EXEC
 
 _lock = threading.RLock()
 _steps = StepNotices("compiling kernels")
-_announced: set[str] = set()
+_announced: list[str] = []  # what was said, once for all kernels
 _loaded: list[mmap.mmap] = []  # memory with machine code, which stays until the process ends
 
 
@@ -137,12 +137,7 @@ def compiled(file: str, body: Callable[[], Any], folder: Path | None) -> bytes:
         try:
             write(folder / file, code)
         except Exception as error:
-            announce("compiled kernels are not kept, so that every run compiles them", f": {error}")
+            if not _announced:
+                _announced.append(f"compiled kernels are not kept, so that every run compiles them: {error}")
+                notice(_announced[0])
     return code
-
-
-def announce(what: str, more: str) -> None:
-    """Print a notice on stderr, once for each `what`."""
-    if what not in _announced:
-        _announced.add(what)
-        notice(f"{what}{more}")

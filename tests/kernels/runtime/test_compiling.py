@@ -40,7 +40,7 @@ def works() -> bool:
 
 
 def say_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_announced", set())
+    monkeypatch.setattr(library, "_announced", [])
     monkeypatch.setattr(library, "_steps", StepNotices("compiling kernels"))
 
 
