@@ -1,7 +1,7 @@
 """Rows: the arithmetic of attention that `lce.kernels.dense` and `lce.kernels.routed` share, an online softmax.
 
 A row is one query of one head. Its state is `top`, the sum of weights and `sums [D]`, the sum of weighted values. A
-block of keys changes the state so:
+block of keys and values `k v [N, D]` changes the state so:
 
     top'  = max(top, max_n s_n)
     w_n   = 2^(s_n - top')                  s_n = q · k_n · log2(e) / √D
