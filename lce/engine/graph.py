@@ -198,7 +198,8 @@ class DecodeGraph:
         def work() -> None:
             """Run the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
             attend = driver.recorded(layers, rope, index, bound)
-            hidden = model(token, rope.positions(index), attend, generated=True)
+            attend = model.attending(attend, rope.positions(index))
+            hidden = model(model.embedded(token), attend, generated=True)
             logits = model.logits(hidden, drawn=True)[0]
             kept.copy_(logits)
             numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))

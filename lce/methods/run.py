@@ -159,18 +159,13 @@ class Block:
         with section("cache"):
             method.keep(k, v, own, step)
         with section("selection"):  # what profiles call selection: all except attention and cache
-            out = self._attend(method, q, own, step)
+            if q.shape[1] == 1 or not step.decoding or method.promised("by_row"):
+                out = method.attend(q, own, step)
+            else:
+                out = _attend_rows(method, q, own, step)
         if q.shape[1] == 1:  # load pages for the next layer, after this layer's work
             self.cache.prefetch(layer + 1)
         return out
-
-    def _attend(self, method: Method, q: Tensor, own: LayerCache, step: Step) -> Tensor:
-        """Return the method's output; each of several generated tokens gets the bits of its own step."""
-        n = q.shape[1]
-        if n == 1 or not step.decoding or method.promised("by_row"):
-            return method.attend(q, own, step)
-        rows = [step.once(f"row {t}", lambda t=t: step.part(t, t + 1)) for t in range(n)]  # type: ignore[misc]
-        return torch.cat([method.attend(q[:, t : t + 1], own, row) for t, row in enumerate(rows)], dim=1)
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
         """Prepare all layers for one token; return the addresses and bytes of what each layer's attention reads.
@@ -200,6 +195,12 @@ class Block:
         for own in layers[:2]:  # whose attention is watched: an operator there would keep it from being replayed
             _ = own.buffer.index
         return found if len(forms) == 1 and not buffer.first else None
+
+
+def _attend_rows(method: Method, q: Tensor, own: LayerCache, step: Step) -> Tensor:
+    """Return the method's output for several generated tokens, with the bits of their own steps."""
+    rows = [step.once(f"row {t}", lambda t=t: step.part(t, t + 1)) for t in range(q.shape[1])]  # type: ignore[misc]
+    return torch.cat([method.attend(q[:, t : t + 1], own, row) for t, row in enumerate(rows)], dim=1)
 
 
 @torch.no_grad()

@@ -64,6 +64,11 @@ class SummarySelector(Selector):
             return dot_products(q, summary, len(q) // n_choosers, step.decoding)  # sums on the way
         return self.together(self.score(q, summary, step, layer), n_choosers)
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether scores are dot products with summaries, summed over the heads that choose together."""
+        return type(self).score is SummarySelector.score and type(self).scores is SummarySelector.scores
+
     def keep(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Summarise the chunks that this block completes, and store the queries of the chunk that stays incomplete."""
         size, at = selection.size, step.at
@@ -108,8 +113,11 @@ class SummarySelector(Selector):
         summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // selection.size)
         scored = selection.placement.scored(q, step, selection)
         rows = max(1, scores_at_once(summary) // (len(q) * summary.shape[1]))
+        n_together = len(q) // selection.n_choosers(len(q), step.n_kv_heads)
 
         def score(here: slice, some: Step) -> Tensor:
+            if self.multiplies and len(scored) == 1:
+                return dot_products(scored[0][:, here], summary, n_together, some.decoding)
             return self.of_bands([x[:, here] for x in scored], summary, selection, some, cache.index)
 
         return score, rows

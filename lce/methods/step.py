@@ -62,13 +62,6 @@ class Step:
             memo[name] = make()
         return memo[name]
 
-    def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
-        """Return the result of `make`, moved to `device`; `make` is called once per pass and `name` for all devices."""
-        if name not in self.all_devices:
-            self.all_devices[name] = make()
-        made: Tensor | None = self.all_devices[name]
-        return self.once(name, lambda: None if made is None else made.to(device))
-
     def positions(self, device: torch.device) -> Tensor:
         """Return the indices of the block's tokens, `[T]`."""
         return torch.arange(self.start, self.stop, self.stride, device=device) if self.at is None else self.at

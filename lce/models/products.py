@@ -22,7 +22,6 @@ from lce.kernels.cpu.kernel import Slices as Slices  # for lanes and batches
 from lce.kernels.cpu.kernel import seam as seam
 from lce.kernels.cpu.kernel import sliced as sliced
 from lce.kernels.cpu.products import product
-from lce.kernels.cpu.replay import Replays as Replays  # for models
 from lce.models.ranks import Ranks
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked

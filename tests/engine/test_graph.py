@@ -18,7 +18,7 @@ import lce
 from lce.attention import Attended, Attention, Runs, Turn, rotate
 from lce.attention.compiled import Compiled
 from lce.engine.graph import Work, one_by_one
-from lce.engine.running import read
+from lce.engine.running import append, unread
 from lce.kernels.cuda import launching
 from lce.methods import Full, LongHeads, Method, Quest, ReRope, SelfExtend
 from lce.methods.step import Step
@@ -232,9 +232,9 @@ def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(engine.setup.model, "logits", lambda x, drawn: bad[None])
         with pytest.raises(lce.ModelError, match="not finite"):
-            read(engine.setup, context)
+            append(engine.setup, context, unread(engine.setup, context))
     assert (context.cache.length, context.logits) == (n, logits)
-    read(engine.setup, context)
+    append(engine.setup, context, unread(engine.setup, context))
     plain = loaded(tiny_model, METHODS["longheads"], None)
     again = plain.prefill(context.token_ids, length=200)
     assert torch.allclose(context.logits, again.logits, atol=1e-4)

@@ -9,6 +9,7 @@ from lce.kernels.code.shared import LANES, SCORED_COLUMNS, SCORED_KEYS, SCORED_T
 from lce.kernels.cpu import panels
 from lce.kernels.cpu.kernel import DTYPES, Kernels, argument_of
 
+PACKED_AT_ONCE = 8192  # the number of keys or summaries that are packed at a time, which bounds memory
 _scores_of_few, _add_weights = Kernels("scores.scores_of_few"), Kernels("scores.add_weights")
 _weight_sums = Kernels("scores.weight_sums")
 _scores_of_many = Kernels("scores.scores_of_many")
@@ -62,6 +63,17 @@ def scores_of_many(q: Tensor, keys: Tensor, into: Tensor | None = None) -> Tenso
         -(-n_keys // SCORED_TOKENS), *addresses, columns, n_keys, dim, memory=4 * SCORED_TOKENS * dim
     )
     return into[: n_keys * columns].view(n_keys, columns)[:, :n]
+
+
+def products_of_many(a: Tensor, b: Tensor) -> Tensor:
+    """Return the float32 products `[heads, T, M]` of `a [heads, T, R]` with `b [heads, M, R]`: see `scores_of_many`."""
+    a, parts = a.contiguous(), list[Tensor]()
+    for some in b.split(PACKED_AT_ONCE, dim=1):
+        out = torch.empty(*a.shape[:2], -(-some.shape[1] // LANES) * LANES)
+        for rows, columns, into in zip(a, some.contiguous(), out, strict=True):
+            scores_of_many(columns, rows, into.view(-1))
+        parts.append(out[..., : some.shape[1]])
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
 def weight_sums(q: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int) -> Tensor:
