@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.errors import ModelError
-from lce.kernels.cpu.replay import Replays
+from lce.kernels.runtime.replay import Replays
 from lce.methods.run import Block, Driver
 from lce.models.layers import Attend, Model
 from lce.models.products import SHARED_ROWS, Slices, put_tokens, seam, sliced

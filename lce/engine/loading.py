@@ -18,7 +18,7 @@ from lce.engine.setup import Planned, Setup
 from lce.engine.sizing import devices_of, facts_of, fitted, sizes_of
 from lce.errors import UsageError, shown
 from lce.files import named
-from lce.kernels.cpu.replay import Replays
+from lce.kernels.runtime.replay import Replays
 from lce.methods.base import Method
 from lce.methods.registry import with_knobs
 from lce.methods.run import Driver

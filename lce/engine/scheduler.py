@@ -30,7 +30,7 @@ from lce.engine.requests import Request
 from lce.engine.running import append, goes_on, lane_of
 from lce.engine.stream import Piece
 from lce.errors import BusyError, CapacityError, DataError, UsageError
-from lce.kernels.cpu.replay import Replays
+from lce.kernels.runtime.replay import Replays
 from lce.models.layers import Model
 from lce.models.products import Slices
 from lce.progress import reported

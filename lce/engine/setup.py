@@ -17,7 +17,7 @@ from lce.engine.arguments import Sampling
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextFiles
 from lce.errors import LceError, ModelError, UsageError, WindowWarning, shown
-from lce.kernels.cpu.replay import Replays
+from lce.kernels.runtime.replay import Replays
 from lce.methods import registry
 from lce.methods.attending import skips
 from lce.methods.auto import Choice, choice_for
