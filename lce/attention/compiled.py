@@ -45,14 +45,14 @@ class Compiled(Torch):
         if not q.shape[1] or not k.shape[1] or self.kernels(q, k, v, *(turn or ())) is not attention:
             return super().dense(q, k, v, causal, window, turn, order)
         with section("attention", count_dense, q, k, v, causal, window, order.unseen):
-            return attention.attend(q, k, v, causal, window, *(turn or (None, None)), *astuple(order))
+            return attention.dense_attention(q, k, v, causal, window, *(turn or (None, None)), *astuple(order))
 
     def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
         if (kernels := self.kernels(q, k, v, *(turn or ()))) is None:
             return super().softmax(q, k, v, causal=causal, window=window, turn=turn)
-        found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
+        found: Attended = kernels.dense_attention(q, k, v, causal, window, *(turn or ()))
         return found
 
     def softmax_of_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
@@ -72,7 +72,7 @@ class Compiled(Torch):
         if self.kernels(q, *turns.table) is not attention:
             return super().routed(q, turns, chunk_ids, tiles, memory, generated)
         with section("attention", count_routed, q, chunk_ids):
-            found = attention.ChosenTiles(q, *turns.table, turns.rows, chunk_ids, generated)
+            found = attention.RoutedAttention(q, *turns.table, turns.rows, chunk_ids, generated)
             for some in tiles:
                 found.add(some.k, some.v, some.index)
             return found.finish()

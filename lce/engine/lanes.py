@@ -84,7 +84,7 @@ class Lane:
             self.fail(error)
         return self.error is None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_block(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return this lane's attention output in a layer; zeros if the lane fails, so that the other lanes go on."""
         if self.error is None:
             try:
@@ -185,7 +185,7 @@ class _LanesAttend:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         joined, first = q.new_empty(q.shape[1], len(q), q.shape[2]).transpose(0, 1), 0
         for lane, size in zip(self.lanes, self.sizes, strict=True):
-            out = lane.attend(layer, *(x[:, first : first + size] for x in (q, k, v)))
+            out = lane.attend_block(layer, *(x[:, first : first + size] for x in (q, k, v)))
             put_tokens(out, joined, first)
             seam()
             first += size

@@ -126,17 +126,19 @@ def n_seeing_all(c: Selection, step: Step) -> int:
     return max(0, min(step.stop, (c.n_choices + 1) * c.size) - step.start)
 
 
-def attend(c: Selection, chosen: Tensor, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
+def attend_chosen(
+    c: Selection, chosen: Tensor, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step
+) -> Attended:
     """Return the attention of unrotated queries `[H, T, D]` to the chunks that they chose, `chosen [H, T, K]`."""
     if c.varies and placed.part.n_slots is not None:
         number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
         chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
     if c.by_page and not step.decoding:
         return _by_page(c, q, chosen, placed, cache, step)
-    return _attend(q, chosen, placed, cache, step)
+    return _attend_lists(q, chosen, placed, cache, step)
 
 
-def _attend(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
+def _attend_lists(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
     n_slots, slots, bands, table = chosen.shape[-1], placed.slots, placed.part.bands, placed.turn
 
     def memory() -> Tensor:
@@ -154,13 +156,13 @@ def _attend(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, st
 
 
 def _by_page(c: Selection, q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
-    """Return what `_attend` returns; the queries of whole pages, which chose together, in one dense call."""
+    """Return what `_attend_lists` returns; the queries of whole pages, which chose together, in one dense call."""
     first, n_pages = whole_pages(step.start, q.shape[1], c.size)
     stop, n_slots = first + n_pages * c.size, chosen.shape[-1]
     first = max(first, (n_slots + c.n_near) * c.size - step.start)  # earlier pages choose all that there are
     lists = chosen[:, first : stop : c.size]
     if placed.part.bands is not None or first >= stop or not bool((lists >= 0).all()):
-        return _attend(q, chosen, placed, cache, step)
+        return _attend_lists(q, chosen, placed, cache, step)
     turns = _slot_turns(placed, n_slots, q, step)
 
     def alone(here: slice) -> list[Attended]:

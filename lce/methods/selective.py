@@ -145,7 +145,9 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
             return None
         if step.note:
             step.note(cache.index, chosen)
-        return choosing.attend(self.selection, chosen, q, placed, seen_keys(self, placed.part, cache, step), step)
+        return choosing.attend_chosen(
+            self.selection, chosen, q, placed, seen_keys(self, placed.part, cache, step), step
+        )
 
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
