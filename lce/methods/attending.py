@@ -21,7 +21,7 @@ from lce.cache.layout import segment_of
 from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
 from lce.methods.parts import CHOSEN, RECENT, Declaring, Index, LayerFacts, Part
-from lce.methods.step import Step
+from lce.methods.step import PassFacts, Step
 from lce.methods.turned_keys import TurnedKeys, grouped, unrotated
 
 NONE_SEEN = -2  # replaces the start and the stop of an empty span, so that the query is in no call
@@ -195,7 +195,7 @@ def slot_positions(on_host: Index, at: Index) -> tuple[Index, Tensor | None]:
     return torch.arange(low, high + 1, device=at.device), at - low
 
 
-def turn_of(method: Declaring, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
+def turn_of(method: Declaring, part: Part, i: Tensor, like: Tensor, step: PassFacts) -> Turn:
     """Return the rotation of queries to `part.query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` if equal for all.
 
     If keys are cached unrotated, the rotation includes YaRN's factor twice: for the query and for the key.

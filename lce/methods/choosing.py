@@ -37,7 +37,7 @@ from lce.methods.budget import keep_best, prune
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.selection import Selection, Selector
 from lce.methods.selectors import SUMMARIES, SummarySelector
-from lce.methods.step import DeviceStep, Step
+from lce.methods.step import DeviceStep, Step, is_recorded
 
 Choose = Callable[[], Tensor | None]
 FIRST_CHOICE = "first choice"  # the name in `Step.all_devices` of what one layer chose for all
@@ -57,7 +57,7 @@ def choose(method: Any, q: Tensor, cache: LayerCache, step: Step) -> Tensor | No
     c: Selection = method.selection
     made: dict[str, Tensor | None] = step.all_devices if c.one_layer else {}
     if FIRST_CHOICE not in made:
-        if isinstance(step, DeviceStep):
+        if is_recorded(step):
             assert isinstance(c.selector, SummarySelector), "steps of other selectors are not recorded"
             made[FIRST_CHOICE] = c.selector.on_device(c, q, cache, step)
         elif step.stop <= c.size:

@@ -69,6 +69,10 @@ class Driver:
         """For each layer, the number of its kind in `methods`."""
         return [[*self.methods].index(kind) for kind in self.kinds]
 
+    @cached_property
+    def _facts(self) -> Mapping[str, Any]:  # what `PassFacts` has of every pass
+        return {name: getattr(self, name) for name in ("attention", "window", "n_kv_heads", "sliding_window")}
+
     def begin(
         self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None, decoding: bool = False
     ) -> Block:
@@ -78,8 +82,7 @@ class Driver:
         cache.reserve(stop)
         if n_tokens == 1:  # decode: a token mostly chooses what the previous token chose
             cache.prefetch(0)
-        whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
-        whole = replace(whole, decoding=decoding)
+        whole = Step(start, stop, rope=rope, note=note, decoding=decoding, **self._facts)
         firsts, kinds = [part.first_layer for part in cache.layout.by_device], self.methods.items()
         steps = {
             first: [(method, replace(whole, rope=rope.of(kind), memo={})) for kind, method in kinds] for first in firsts
@@ -93,9 +96,7 @@ class Driver:
         the cache. The function's work can be recorded once, as a CUDA graph, and replayed for each token of a text
         of at most `bound` tokens.
         """
-        facts = self.attention, self.window, self.n_kv_heads, self.sliding_window
-        how: Any = {"at": at, "bound": bound}
-        steps = [DeviceStep(rope.of(kind), *facts, **how) for kind in self.methods]
+        steps: list[Any] = [DeviceStep(at, bound, rope=rope.of(kind), **self._facts) for kind in self.methods]
         methods, numbers = [*self.methods.values()], self.numbers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
     choose = choosing.choose
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        if isinstance(step, DeviceStep):
+        if step.at is not None:
             return super().attend(q, cache, step)
         self.keep_queries(q, cache, step)
         q = scaled(self, q, step)
@@ -153,7 +153,9 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
         own = others[0].turn if others else None
-        return choosing.decode(self.selection, lambda: self.choose(q, cache, step), q, turn, own, cache, step)
+        return choosing.decode(
+            self.selection, lambda: self.choose(q, cache, cast(Step, step)), q, turn, own, cache, step
+        )
 
     def bound(self, stop: int) -> int | None:
         """Return the bound, without `complete` in the own chunk of the step; None if the step completes a chunk."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, stack
@@ -136,12 +136,12 @@ class SummarySelector(Selector):
     def on_device(self, selection: Selection, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         """Choose complete chunks within the bound, in a recorded step; return the choice `[C, 1, K]`."""
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // selection.size)
-        scored = selection.placement.scored(q, step, selection)
-        scores = self.of_bands(scored, summary, selection, step, cache.index)
+        scored, hooked = selection.placement.scored(q, step, selection), cast(Step, step)
+        scores = self.of_bands(scored, summary, selection, hooked, cache.index)
         if not self.takes_best:  # `select` might take chunks that are not complete
             chunk_ids = torch.arange(scores.shape[-1], device=q.device)
             scores = scores.masked_fill(chunk_ids >= step.at // selection.size, -torch.inf)
-        chosen = self.select(selection, scores, step)
+        chosen = self.select(selection, scores, hooked)
         return chosen if len(chosen) in (1, step.n_kv_heads) else chosen.repeat_interleave(len(q) // len(chosen), 0)
 
     def summary_cost(self, sizes: Sizes, size: int) -> int:

@@ -4,6 +4,7 @@ On a CPU the tape does the work again instead of recording it; on pretended GPUs
 """
 
 import gc
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -240,7 +241,12 @@ def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch
     assert torch.allclose(context.logits, again.logits, atol=1e-4)
 
 
-def test_runs_kernel_by_kernel_where_it_must(tiny_model: Path, tmp_path: Path) -> None:
+def test_runs_kernel_by_kernel_where_it_must(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lce.engine.graph._said", set())
+    caplog.set_level(logging.DEBUG, "lce")
+
     class HostScores(LongHeads):
         def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
             return super().score(q, summary, step, layer) * (step.start + 1)
@@ -260,6 +266,9 @@ def test_runs_kernel_by_kernel_where_it_must(tiny_model: Path, tmp_path: Path) -
         assert found == truth or "kv_dtype" in options
         assert context.graph.n_replayed == 0, options
         assert bool(context.graph.refused) == (not options)
+        if isinstance(method, HostScores):
+            assert context.graph.refused == "the method asks for start, which only the device knows"
+            assert sum(context.graph.refused in line for line in caplog.messages) == 1, "a notice says why, once"
     engine = loaded(tiny_model, longheads)
     context = engine.new_context(100)
     with lce.profiled(engine) as profile:
