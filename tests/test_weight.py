@@ -30,7 +30,7 @@ MOST = {  # the number that is held, and why it is no smaller
     "README": (120, "lines: the first screen, a document asked, methods and figures, what next"),
     "minimal": (400, "lines of examples/minimal.py: the whole idea in one file"),
     "path lines": (
-        5_130,
+        5_070,
         "of functions that `generate` with longheads enters, docstrings included; order of sums is 130",
     ),
     "path files": (69, "of these functions; 68 are wanted: some files are entered for a few lines each"),
