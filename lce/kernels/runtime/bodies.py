@@ -3,11 +3,11 @@
 import importlib
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lce.kernels.runtime.compiling import ByDtype
-from lce.kernels.runtime.library import sources
 from lce.kernels.runtime.shared import ITEMSIZE
 
 
@@ -34,6 +34,5 @@ def _modules() -> dict[str, ModuleType]:
     """Return the modules with bodies of kernels, by their names without `_body`."""
     return {
         file.stem.removesuffix("_body"): importlib.import_module(f"lce.kernels.{file.parent.name}.{file.stem}")
-        for file in sources()
-        if file.stem.endswith("_body")
+        for file in sorted(Path(__file__).parent.parent.glob("*/*_body.py"))
     }
