@@ -66,7 +66,7 @@ def steps(engine: lce.Engine, contexts: list[lce.Context], n_steps: int) -> tupl
     for step in range(n_steps):
         lanes = [lane_of(engine.setup, context, [7 + step]) for context in contexts]
         started = time.perf_counter()
-        found.append(torch.stack(forward(engine.setup.model, lanes)))
+        found.append(torch.stack(forward(engine.setup.model, lanes, engine.setup.replays)))
         seconds.append(time.perf_counter() - started)
         for lane in lanes:
             lane.check()

@@ -44,8 +44,8 @@ PARTS = [  # parts to time: a class or module, the name of its function, and the
     (esa, "find_basis", "summaries"),
     (attending, "merge", "merge"),
     (LayerCache, "tokens", "gather"),
-    (Attention, "dense", "attention"),
-    (Attention, "routed", "attention"),
+    (type(Attention.choose()), "dense", "attention"),
+    (type(Attention.choose()), "routed", "attention"),
 ]
 
 

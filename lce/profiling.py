@@ -81,13 +81,22 @@ def is_profiling() -> bool:
     return _clock is not None and _clock.thread == threading.get_ident()
 
 
-def section(category: str) -> AbstractContextManager[None]:
-    """Add the time inside `with` to `category` of the profile, if this thread is taking one."""
-    clock = _clock
-    return clock.section(category) if clock is not None and is_profiling() else _NOTHING
-
-
 Count = Callable[..., None]  # takes the clock, a marked function's result, and that function's arguments
+
+
+def section(category: str, count: Callable[..., None] | None = None, *work: Any) -> AbstractContextManager[None]:
+    """Add the time inside `with` to `category` of the profile, if this thread is taking one.
+
+    If there is a `count`, the section is a call, of which `count(clock, *work)` adds the work.
+    """
+    clock = _clock
+    if clock is None or clock.thread != threading.get_ident():
+        return _NOTHING
+    if count is not None:
+        clock.profile.calls += 1
+        with clock.section(_COUNTING):
+            count(clock, *work)
+    return clock.section(category)
 
 
 def timed(category: str, count: Count | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -125,18 +134,14 @@ def profiling(n_kv_heads: int, chunk_size: int, wait: Callable[[], None]) -> Ite
         clock.change(OTHER)
 
 
-def count_dense(
-    clock: _Clock, _out: Any, _self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Any = None, **how: Any
-) -> None:
+def count_dense(clock: _Clock, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, unseen: int) -> None:
     """Add the bytes read and the FLOPs of a call of `Attention.dense` to the profile."""
-    (n_heads, n_queries, dim), n_keys = q.shape, k.shape[1] - (how["order"].unseen if "order" in how else 0)
+    (n_heads, n_queries, dim), n_keys = q.shape, k.shape[1] - unseen
     clock.profile.read_bytes += (k.nbytes + v.nbytes) * n_keys // max(1, k.shape[1])
     clock.profile.attention_flops += 4.0 * n_heads * dim * n_pairs(n_queries, n_keys, causal, window)
 
 
-def count_routed(
-    clock: _Clock, _out: Any, _self: Any, q: Tensor, turns: Any, chunk_ids: Tensor, *_: Any, **__: Any
-) -> None:
+def count_routed(clock: _Clock, q: Tensor, chunk_ids: Tensor) -> None:
     """Add the bytes read and the FLOPs of a call of `Attention.routed`, which reads a chosen chunk once per KV head."""
     chosen = chunk_ids.unflatten(0, (clock.n_kv_heads, -1)).flatten(1)  # [G, chosen chunks]
     n_different = sum(len(ids[ids >= 0].unique()) for ids in chosen)

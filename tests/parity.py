@@ -200,7 +200,8 @@ def oracle_logits(
         return oracle.attention(q, k, v, define(q, k, v, setting, **own), setting).to(q.dtype)
 
     with torch.inference_mode():
-        return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), attend))
+        attending = model.attending(attend, torch.arange(len(ids)))
+        return model.logits(model(model.embedded(torch.tensor(ids)), attending))
 
 
 def assert_equals_the_oracle(engine: lce.Engine, ids: list[int], **knobs: object) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -53,11 +54,10 @@ def spans(path: Path, starts: set[int]) -> set[int]:
     return lines
 
 
-def entered(arguments: list[str]) -> Entered:
-    """Run a command line of lce in this process; return what it entered."""
-    found = Entered()
-    threading.setprofile(found)
-    sys.setprofile(found)
+def run_command(arguments: list[str], profiler: Callable[[FrameType, str, Any], None]) -> None:
+    """Run a command line of lce in this process, and call `profiler` for all that its threads enter."""
+    threading.setprofile(profiler)
+    sys.setprofile(profiler)
     try:
         from lce import cli
 
@@ -69,6 +69,12 @@ def entered(arguments: list[str]) -> Entered:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]  # None ends it
+
+
+def entered(arguments: list[str]) -> Entered:
+    """Run a command line of lce in this process; return what it entered."""
+    found = Entered()
+    run_command(arguments, found)
     return found
 
 

@@ -39,20 +39,22 @@ def _dense(
     dtype: torch.dtype, dim: int, rep: int, n_queries: int, n_keys: int, window: int | None = None, turned: bool = True,
     causal: bool = True,
 ) -> None:  # fmt: skip
-    from lce.kernels.dense.attention_triton import attend
+    from lce.kernels.dense.attention_triton import dense_attention
 
     k, cos = torch.empty(4, n_keys, dim, dtype=dtype), torch.empty(n_queries, dim // 2, dtype=dtype)
     turn = (cos, cos) if turned else ()
-    attend(torch.empty(4 * rep, n_queries, dim, dtype=dtype), k, k, causal, window, *turn)
+    dense_attention(torch.empty(4 * rep, n_queries, dim, dtype=dtype), k, k, causal, window, *turn)
 
 
 def _tiles(dtype: torch.dtype, dim: int, n_queries: int, size: int) -> None:
-    from lce.kernels.dense.attention_triton import attend_tiles
+    from lce.kernels.dense.attention_triton import tile_attention
 
     n_slots, q = 4, torch.empty(4, n_queries, dim, dtype=dtype)
     k, cos = torch.empty(8, size, dim, dtype=dtype), torch.empty(n_queries, n_slots, dim // 2, dtype=dtype)
     n = 4 * n_queries * n_slots
-    attend_tiles(q, cos, cos, torch.zeros(n, dtype=torch.int64), k, k, torch.empty(n, dim, dtype=dtype), torch.empty(n))
+    tile_attention(
+        q, cos, cos, torch.zeros(n, dtype=torch.int64), k, k, torch.empty(n, dim, dtype=dtype), torch.empty(n)
+    )
 
 
 def _combine(dtype: torch.dtype, n_parts: int) -> None:

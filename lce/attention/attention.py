@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from lce.errors import UsageError, nearest, shown
 from lce.kernels.merge.merging import merged
 from lce.kernels.runtime.kernel import DTYPES
 from lce.kernels.runtime.shared import ALIGNED, READ_PIECE
-from lce.profiling import count_dense, count_routed, timed
+from lce.profiling import count_dense, count_routed, section
 
 Attended = tuple[Tensor, Tensor]  # outputs [..., T, D], and log-sum-exps [..., T] (float32, natural logarithm)
 Memory = Callable[[], Tensor]  # returns memory to write to
@@ -68,7 +68,7 @@ def unfold_chunks(x: Tensor, n_kv_heads: int, n_chunks: int) -> Tensor:
 
 
 class Attention(ABC):
-    """A backend of attention. A subclass defines `attend`, and overrides the methods for which it has faster kernels.
+    """A backend of attention. A subclass defines `softmax`, and overrides the methods for which it has faster kernels.
 
     Every result is an output and its log-sum-exp: `out [H, T, D]`, `lse [H, T]` (float32, natural logarithm).
     """
@@ -97,7 +97,6 @@ class Attention(ABC):
         """Return what must be installed to use this backend; None: nothing."""
         return None
 
-    @timed("attention", count_dense)
     def dense(
         self,
         q: Tensor,
@@ -116,27 +115,22 @@ class Attention(ABC):
         neighbouring KV heads, which `fold_chunks` made of one, take T rows each. Time: O(H · T · N · D). Keys are never
         repeated for query heads that share keys.
         """
-        if q.shape[1] == 0 or k.shape[1] == 0:
+        n = q.shape[1]
+        if n == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
-        return self.attend_in_order(q, k, v, order, causal=causal, window=window, turn=turn)
-
-    def attend_in_order(self, q: Tensor, k: Tensor, v: Tensor, order: Order, **how: Any) -> Attended:
-        """Do what `dense` does; sums may have any order."""
-        turn, n = how["turn"], q.shape[1]
-        if turn is not None and len(turn.cos) > n:
-            n_chunks = len(turn.cos) // n
-            whole = unfold_chunks(q, len(k) // n_chunks, n_chunks).flatten(1, 2)
-            q = fold_chunks(rotate(whole, turn).unflatten(1, (n_chunks, n)), len(k) // n_chunks)
-            how["turn"] = None
-        return self.attend(q, k[:, order.unseen :], v[:, order.unseen :], **how)
+        with section("attention", count_dense, q, k, v, causal, window, order.unseen):
+            if turn is not None and len(turn.cos) > n:
+                n_chunks = len(turn.cos) // n
+                whole = unfold_chunks(q, len(k) // n_chunks, n_chunks).flatten(1, 2)
+                q, turn = fold_chunks(rotate(whole, turn).unflatten(1, (n_chunks, n)), len(k) // n_chunks), None
+            return self.softmax(q, k[:, order.unseen :], v[:, order.unseen :], causal=causal, window=window, turn=turn)
 
     @abstractmethod
-    def attend(
+    def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
-        """Compute what `dense` returns, for at least one query and one key, and N ≥ T if causal."""
+        """Compute what `dense` returns, for at least one query and one key, and N ≥ T if causal, in any order."""
 
-    @timed("attention", count_routed)
     def routed(
         self,
         q: Tensor,
@@ -157,26 +151,15 @@ class Attention(ABC):
         given: a flat tensor of H·T·K·D numbers, used for all layers because new memory is slow. `generated` is that of
         `Order`.
         """
-        return self.attend_chosen(q, turns, chunk_ids, tiles, memory, generated)
-
-    def attend_chosen(
-        self,
-        q: Tensor,
-        turns: SlotTurns,
-        chunk_ids: Tensor,
-        tiles: Iterable[Tiles],
-        memory: Memory | None,
-        generated: bool,
-    ) -> Attended:
-        """Do what `routed` does: one call for all queries of a tile, H·T·K·D numbers of partial results."""
         n_heads, n_queries, n_slots = chunk_ids.shape
-        queries, spread = None, turns.table.at(turns.rows)  # [T, K, D/2]
-        out = (q.new_empty(chunk_ids.numel() * q.shape[-1]) if memory is None else memory()).view(-1, q.shape[-1])
-        lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
-        for some in tiles:  # every chosen chunk is in exactly one round
-            queries = queries or SlotQueries(q, spread, n_slots, n_heads // len(some.index))
-            self.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
-        return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
+        with section("attention", count_routed, q, chunk_ids):
+            queries, spread = None, turns.table.at(turns.rows)  # [T, K, D/2]
+            out = (q.new_empty(chunk_ids.numel() * q.shape[-1]) if memory is None else memory()).view(-1, q.shape[-1])
+            lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
+            for some in tiles:  # every chosen chunk is in exactly one round
+                queries = queries or SlotQueries(q, spread, n_slots, n_heads // len(some.index))
+                self.dispatch(queries, some.chosen(chunk_ids), some.k, some.v, (out, lse))
+            return self.merge_slots(out.view(n_heads, n_queries, n_slots, q.shape[-1]), lse.view(chunk_ids.shape))
 
     def decodes(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Return whether a kernel can `decode` keys of this dtype and size, as the CUDA graph of a step requires."""
@@ -222,19 +205,19 @@ class Attention(ABC):
                 # Padding repeats the last row of a tile; the result of that row is written several times.
                 rows = order[starts[some, None] + torch.minimum(columns, count[some, None] - 1)].flatten()
                 q = queries.take(rows).view(len(some), size, -1)
-                part = self.attend_tiles(q, k.index_select(0, some), v.index_select(0, some))
+                part = self.softmax_of_tiles(q, k.index_select(0, some), v.index_select(0, some))
                 out.index_copy_(0, rows, part[0].flatten(0, 1))
                 lse.index_copy_(0, rows, part[1].flatten())
 
-    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+    def softmax_of_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Compute the attention of T queries per tile, `q [E, T, D]`, to E tiles `k v [E, L, D]`.
 
         Memory budgets decide which tiles share a call, so a result's bits must not depend on the others, nor on the
         threads. PyTorch may use another routine for a batch of one, so on the CPU a single tile is computed twice.
         """
         if len(q) > 1 or q.is_cuda:
-            return self.attend(q, k, v, causal=False)
-        out, lse = self.attend_tiles(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)))
+            return self.softmax(q, k, v, causal=False)
+        out, lse = self.softmax_of_tiles(*(x.expand(2, *x.shape[1:]) for x in (q, k, v)))
         return out[:1], lse[:1]
 
 
@@ -247,13 +230,11 @@ def backends() -> dict[str, type[Attention]]:
     return {cls.name: cls for cls in sorted(found, key=lambda cls: cls.name)}
 
 
-@timed("attention")
 def merge(parts: Sequence[Attended]) -> Tensor:
     """Return the outputs `[H, T, D]` of one softmax over the keys of all parts. Every query must see some key."""
     return combine(parts)[0]
 
 
-@timed("attention")
 def combine(parts: Sequence[Attended]) -> Attended:
     """Return the result of one softmax over the keys of all parts, exactly; no key may be in two parts.
 
@@ -262,17 +243,18 @@ def combine(parts: Sequence[Attended]) -> Attended:
     if len(parts) == 1:
         return parts[0]
     out, lse = parts[0]
-    if out.device.type == "cpu" and out.dtype in DTYPES and lse.dtype == torch.float32:
-        return merged(parts)
-    if gpu.launching.runs_on(out) and lse.dtype == torch.float32:
-        return gpu.merging.combined(parts)
-    lses = torch.stack([lse for _, lse in parts])
-    total = lses.logsumexp(0)
-    weights = (lses - total.masked_fill(total == -math.inf, 0.0)).exp()
-    out = parts[0][0].float() * weights[0, ..., None]
-    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
-        out.addcmul_(part.float(), weight[..., None])
-    return out.to(parts[0][0].dtype), total
+    with section("attention"):
+        if out.device.type == "cpu" and out.dtype in DTYPES and lse.dtype == torch.float32:
+            return merged(parts)
+        if gpu.launching.runs_on(out) and lse.dtype == torch.float32:
+            return gpu.merging.combined(parts)
+        lses = torch.stack([lse for _, lse in parts])
+        total = lses.logsumexp(0)
+        weights = (lses - total.masked_fill(total == -math.inf, 0.0)).exp()
+        out = parts[0][0].float() * weights[0, ..., None]
+        for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+            out.addcmul_(part.float(), weight[..., None])
+        return out.to(parts[0][0].dtype), total
 
 
 def join(parts: Sequence[Attended], dim: int) -> Attended:

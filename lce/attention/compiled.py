@@ -3,17 +3,17 @@
 from collections.abc import Iterable
 from dataclasses import astuple
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
 from lce.attention import int8_rows
-from lce.attention.attention import Attended, Memory, Order
+from lce.attention.attention import READ, Attended, Memory, Order
 from lce.attention.tiles import Tiles
 from lce.attention.torch import Torch
 from lce.attention.turn import SlotTurns, Turn
 from lce.kernels.dense import attention
 from lce.kernels.runtime.kernel import DTYPES
+from lce.profiling import count_dense, count_routed, section
 
 
 class Compiled(Torch):
@@ -32,36 +32,47 @@ class Compiled(Torch):
                 return None
         return attention
 
-    def attend(
+    def dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        window: int | None = None,
+        turn: Turn | None = None,
+        order: Order = READ,
+    ) -> Attended:
+        if not q.shape[1] or not k.shape[1] or self.kernels(q, k, v, *(turn or ())) is not attention:
+            return super().dense(q, k, v, causal, window, turn, order)
+        with section("attention", count_dense, q, k, v, causal, window, order.unseen):
+            return attention.dense_attention(q, k, v, causal, window, *(turn or (None, None)), *astuple(order))
+
+    def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
         if (kernels := self.kernels(q, k, v, *(turn or ()))) is None:
-            return super().attend(q, k, v, causal=causal, window=window, turn=turn)
-        found: Attended = kernels.attend(q, k, v, causal, window, *(turn or ()))
+            return super().softmax(q, k, v, causal=causal, window=window, turn=turn)
+        found: Attended = kernels.dense_attention(q, k, v, causal, window, *(turn or ()))
         return found
 
-    def attend_in_order(self, q: Tensor, k: Tensor, v: Tensor, order: Order, **how: Any) -> Attended:
-        turn = how["turn"] or (None, None)
-        if self.kernels(q, k, v, *(how["turn"] or ())) is not attention:
-            return super().attend_in_order(q, k, v, order, **how)
-        return attention.attend(q, k, v, how["causal"], how["window"], *turn, *astuple(order))
-
-    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+    def softmax_of_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Compute the attention to each tile separately, so that no result depends on other tiles."""
-        return super().attend_tiles(q, k, v) if self.kernels(q, k, v) is None else self.attend(q, k, v, causal=False)
+        alone = self.kernels(q, k, v) is not None
+        return self.softmax(q, k, v, causal=False) if alone else super().softmax_of_tiles(q, k, v)
 
-    def attend_chosen(
+    def routed(
         self,
         q: Tensor,
         turns: SlotTurns,
         chunk_ids: Tensor,
         tiles: Iterable[Tiles],
-        memory: Memory | None,
-        generated: bool,
+        memory: Memory | None = None,
+        generated: bool = False,
     ) -> Attended:
         if self.kernels(q, *turns.table) is not attention:
-            return super().attend_chosen(q, turns, chunk_ids, tiles, memory, generated)
-        found = attention.ChosenTiles(q, *turns.table, turns.rows, chunk_ids, generated)
-        for some in tiles:
-            found.add(some.k, some.v, some.index)
-        return found.finish()
+            return super().routed(q, turns, chunk_ids, tiles, memory, generated)
+        with section("attention", count_routed, q, chunk_ids):
+            found = attention.RoutedAttention(q, *turns.table, turns.rows, chunk_ids, generated)
+            for some in tiles:
+                found.add(some.k, some.v, some.index)
+            return found.finish()

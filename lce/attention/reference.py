@@ -14,7 +14,7 @@ class Reference(Attention):
 
     name = "reference"
 
-    def attend(
+    def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
         q, (k, v) = q if turn is None else rotate(q, turn), readable(q, k, v)

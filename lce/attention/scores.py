@@ -14,14 +14,20 @@ from torch.nn.functional import max_pool1d
 from lce import gpu
 from lce.attention.attention import causal_mask
 from lce.kernels.choose import choices
-from lce.kernels.choose.scores import add_weights, compiled_for, scores_of_few, scores_of_many, weight_sums
+from lce.kernels.choose.scores import (
+    add_weights,
+    compiled_for,
+    products_of_many,
+    scores_of_few,
+    scores_of_many,
+    weight_sums,
+)
 from lce.kernels.choose.scores import best_below_top as compiled_best_below_top
 from lce.kernels.product import panels
 from lce.kernels.runtime.shared import LANES, MOST_ROWS
 
 SCORES_AT_ONCE = 1 << 24  # the largest number of scores to compute at a time: 64 MiB in float32
 IN_CACHES = 1 << 22  # the number of scores that CPU kernels compute at a time, so that scores stay in the caches
-PACKED_AT_ONCE = 8192  # the number of keys or summaries that a CPU kernel packs at a time, which bounds memory
 FEW_OF_MANY = 8  # GPUs iterate instead of calling `eigh` if dimensions / wanted directions is at least this
 
 
@@ -43,21 +49,15 @@ def products(a: Tensor, b: Tensor, generated: bool | None = None) -> Tensor:
     """
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
-    if compiled_for(b) and a.dtype is b.dtype and a.shape[2] % 2 == 0 and a.numel() and b.numel():
-        if _few(a.shape[1], generated):
-            return scores_of_few(a, b.mT.contiguous())
-        parts = [_in_one_order(a.contiguous(), some.contiguous()) for some in b.mT.split(PACKED_AT_ONCE, dim=1)]
-        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    if _compiled_for_both(a, b):
+        return scores_of_few(a, b.mT.contiguous()) if _few(a.shape[1], generated) else products_of_many(a, b.mT)
     dtype = score_dtype(a)
     return a.to(dtype) @ b.to(dtype)
 
 
-def _in_one_order(a: Tensor, b: Tensor) -> Tensor:
-    """Return the float32 products `[heads, T, M]` of `a [heads, T, D]` with `b [heads, M, D]` by the CPU's kernel."""
-    out = torch.empty(*a.shape[:2], -(-b.shape[1] // LANES) * LANES)
-    for rows, columns, into in zip(a, b, out, strict=True):
-        scores_of_many(columns, rows, into.view(-1))
-    return out[..., : b.shape[1]]
+def _compiled_for_both(a: Tensor, b: Tensor) -> bool:
+    """Return whether the CPU's kernels multiply vectors of `a [heads, T, D]` with some such as `b`."""
+    return compiled_for(b) and a.dtype is b.dtype and a.shape[2] % 2 == 0 and a.numel() > 0 and b.numel() > 0
 
 
 def score_dtype(x: Tensor) -> torch.dtype:
@@ -81,8 +81,14 @@ def dot_products(q: Tensor, vectors: Tensor, together: int = 1, generated: bool 
     H / S neighbouring heads share vectors, and products are summed over n = `together` neighbouring heads. The dtype is
     that of `products`, as is `generated`. For few queries a kernel reads each vector once.
     """
-    few = _scores_of_few(q, vectors, together, generated)
-    return _shared_products(q, vectors, together) if few is None else few
+    if (few := _scores_of_few(q, vectors, together, generated)) is not None:
+        return few
+    shared = q.reshape(len(vectors), -1, q.shape[-1])  # queries that share a KV head's vectors follow each other
+    if _compiled_for_both(shared, vectors):
+        scores = products_of_many(shared, vectors)
+    else:
+        scores = products(shared, vectors.mT, generated=False)
+    return sum_heads(scores.view(*q.shape[:2], -1), together)
 
 
 def bound_scores(q: Tensor, bounds: Tensor, together: int = 1, generated: bool | None = None) -> Tensor:
@@ -93,7 +99,7 @@ def bound_scores(q: Tensor, bounds: Tensor, together: int = 1, generated: bool |
     if (few := _scores_of_few(q, bounds, together, generated)) is not None:
         return few
     signed = torch.cat((q.clamp(max=0), q.clamp(min=0)), dim=-1)  # [H, T, 2·D], as a page's bounds lie
-    return _shared_products(signed, bounds.flatten(2), together)
+    return dot_products(signed, bounds.flatten(2), together, generated=False)
 
 
 def _scores_of_few(q: Tensor, keys: Tensor, together: int, generated: bool | None) -> Tensor | None:
@@ -106,12 +112,6 @@ def _scores_of_few(q: Tensor, keys: Tensor, together: int, generated: bool | Non
     if gpu.launching.runs_on(keys):
         return sum_heads(gpu.choices.scores_of_few(q, keys), together)
     return None
-
-
-def _shared_products(q: Tensor, vectors: Tensor, together: int) -> Tensor:
-    """Return what `dot_products` returns, by a product of matrices."""
-    shared = q.reshape(len(vectors), -1, q.shape[-1])  # queries that share a KV head's vectors follow each other
-    return sum_heads(products(shared, vectors.mT, generated=False).view(*q.shape[:2], -1), together)
 
 
 def sum_heads(scores: Tensor, together: int) -> Tensor:

@@ -23,25 +23,25 @@ class Torch(Attention):
     name = "torch"
     speed = 1
 
-    def attend(
+    def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, turn: Turn | None = None
     ) -> Attended:
         q, (k, v) = q if turn is None else rotate(q, turn), readable(q, k, v)
         if flash_takes(q):
-            return self._attend_flash(q, k, v, causal, window)
+            return self._flash_of_all_heads(q, k, v, causal, window)
         (n_heads, n_queries, dim), (n_kv_heads, n_keys, _) = q.shape, k.shape
         if q.is_cuda or (causal and window is not None and window < n_keys):
-            return attend_slices(q, k, v, causal, window)
+            return softmax_of_slices(q, k, v, causal, window)
         if not causal or n_queries == 1:  # all queries see all keys: query heads that share keys are rows of a problem
             out, lse = _flash_cpu(q.reshape(n_kv_heads, 1, -1, dim), k[:, None], v[:, None])
             return out.view(q.shape), lse.view(q.shape[:-1])
         first = n_keys - n_queries
         own = (x[:, None, first:].expand(-1, n_heads // n_kv_heads, -1, -1) for x in (k, v))
         part = _flash_cpu(q.unflatten(0, (n_kv_heads, -1)), *own, causal=True)
-        before = [self.attend(q, k[:, :first], v[:, :first], causal=False)] if first else []
+        before = [self.softmax(q, k[:, :first], v[:, :first], causal=False)] if first else []
         return combine([*before, (part[0].flatten(0, 1), part[1].flatten(0, 1))])
 
-    def _attend_flash(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
+    def _flash_of_all_heads(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
         """Attend as one problem of all heads: for few queries the kernel splits the keys among more thread blocks."""
         n_queries = q.shape[1]
         if causal and window is not None and (unseen := k.shape[1] - n_queries - window + 1) > 0:
@@ -60,10 +60,10 @@ class Torch(Attention):
         out, lse, *_ = run(*vectors, None, None, *lengths, 0.0, causal, False, **sizes)
         return out, lse
 
-    def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+    def softmax_of_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """For few rows take plain products, faster in half precision: flash's bits depend on alignment there."""
         if q.is_cuda or len(q) == 1 or q.shape[1] > FEW_ROWS:
-            return super().attend_tiles(q, k, v)
+            return super().softmax_of_tiles(q, k, v)
         k, v = readable(q, k, v)
         scores = torch.bmm(q.float() * q.shape[-1] ** -0.5, k.mT.float())
         lse = scores.logsumexp(-1, keepdim=True)
@@ -108,14 +108,14 @@ def flash_takes(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
 
 
-def attend_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
-    """Compute `Reference.attend` for a slice of the queries at a time. Memory: about `SCORES_AT_ONCE` numbers."""
+def softmax_of_slices(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Attended:
+    """Compute `Reference.softmax` for a slice of the queries at a time. Memory: about `SCORES_AT_ONCE` numbers."""
     k, v, past = k.float(), v.float(), k.shape[1] - q.shape[1]
     parts, start = [], 0
     for some in q.split(max(1, SCORES_AT_ONCE // (len(q) * k.shape[1])), dim=1):
         stop = start + some.shape[1]
         seen = slice(0 if window is None else max(0, past + start - window + 1), past + stop) if causal else slice(None)
-        parts.append(Reference().attend(some, k[:, seen], v[:, seen], causal=causal, window=window))
+        parts.append(Reference().softmax(some, k[:, seen], v[:, seen], causal=causal, window=window))
         start = stop
     return join(parts, 1)
 

@@ -39,7 +39,7 @@ class Triton(Compiled):
         if not _fits(queries.q, k, v):
             super().dispatch(queries, tile, k, v, into)
         elif tile.numel():
-            gpu.attention.attend_tiles(queries.q, *queries.turns, tile, k, v, *into)
+            gpu.attention.tile_attention(queries.q, *queries.turns, tile, k, v, *into)
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
         if not _fits(out):

@@ -25,7 +25,7 @@ from lce.attention import SCORES_AT_ONCE, best_first, rotate
 from lce.cache.kv import Eviction, KVCache
 from lce.engine.context import Context, context_of, given_context, reserve
 from lce.engine.options import Checked
-from lce.engine.running import append, blocks, read
+from lce.engine.running import append, blocks, unread
 from lce.engine.setup import Setup
 from lce.errors import UsageError
 from lce.methods.full import Full
@@ -53,7 +53,7 @@ def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool
     with context.hold(), reported(progress, "repeat") as tell:
         needed = len(context) + max(len(each.ids) for each in passes)
         setup.warn(needed)
-        read(setup, context)
+        append(setup, context, unread(setup, context))
         reserve(setup, context.cache, needed)
         rows = [best_rows(peaks, n_rows) for peaks in attention_peaks(setup, context, passes, tell)]
         cache = KVCache.empty(setup.layout)
@@ -137,7 +137,7 @@ def attention_peaks(setup: Setup, context: Context, passes: Sequence[Repetition]
             context.cache.go_back(mark.cache)
             observer.span = each.start, each.stop
             for part in blocks(each.ids, setup.block):
-                append(setup, context, part, driver)
+                append(setup, context, [part], driver)
                 progress(done := done + len(part), sum(len(each.ids) for each in passes))
     finally:
         context.go_back(mark)

@@ -11,6 +11,7 @@ after the committed tokens, so its result can be dropped if the text ends or con
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +26,16 @@ from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
 from lce.engine.lanes import Lane, check_logits
 from lce.methods.run import Driver
-from lce.methods.step import OnDevice
+from lce.methods.step import DeviceStep, OnDevice
 from lce.models.layers import Model
 from lce.models.rope import Rope
+from lce.progress import notice
 
 Work = Callable[[], None]
 
 _pauses: set[object] = set()  # one object per active `one_by_one`; unless empty, nothing is recorded
 _capturing = Lock()  # held by the thread that records: one thread may record at a time
+_said: set[str] = set()  # the reasons why steps are not recorded that a notice has told
 _failed: list[object] = []  # graphs whose capture failed, kept because PyTorch's allocator may still refer to them
 
 
@@ -169,9 +172,12 @@ class DecodeGraph:
             lane.logits, lane.likeliest = now.logits, likeliest
             cache.appended(start + 1)
             cache.commit()
-        except OnDevice as error:  # a hook of the method needs a number that only the device has
+        except (OnDevice, AttributeError) as error:
             cache.settle()
-            self._refuse(f"the method asks for {error}, which only the device knows")
+            if isinstance(error, AttributeError) and not isinstance(error.obj, DeviceStep):
+                raise
+            # A hook of the method needs a number that only the device has.
+            self._refuse(f"the method asks for {getattr(error, 'name', error)}, which only the device knows")
             return False
         except BaseException:
             cache.settle()
@@ -198,7 +204,8 @@ class DecodeGraph:
         def work() -> None:
             """Run the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
             attend = driver.recorded(layers, rope, index, bound)
-            hidden = model(token, rope.positions(index), attend, generated=True)
+            attend = model.attending(attend, rope.positions(index))
+            hidden = model(model.embedded(token), attend, generated=True)
             logits = model.logits(hidden, drawn=True)[0]
             kept.copy_(logits)
             numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
@@ -233,3 +240,6 @@ class DecodeGraph:
 
     def _refuse(self, why: str) -> None:
         self.refused, self._step = why, None
+        if why not in _said:
+            _said.add(why)
+            notice(f"steps are not recorded as CUDA graphs: {why}", logging.DEBUG)

@@ -9,6 +9,7 @@ one by one, have the bits of their own steps.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.errors import ModelError
+from lce.kernels.runtime.replay import Replays
 from lce.methods.run import Block, Driver
-from lce.models.layers import Model
+from lce.models.layers import Attend, Model
 from lce.models.products import SHARED_ROWS, Slices, put_tokens, seam, sliced
 from lce.models.rope import Rope
 from lce.profiling import timed
@@ -82,7 +84,7 @@ class Lane:
             self.fail(error)
         return self.error is None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_block(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return this lane's attention output in a layer; zeros if the lane fails, so that the other lanes go on."""
         if self.error is None:
             try:
@@ -119,10 +121,13 @@ class Lane:
             self.hidden, self.logits, self.drawn, self.error = None, None, None, error
 
 
-def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -> list[Tensor]:
+def forward(
+    model: Model, lanes: Sequence[Lane], replays: Replays | None = None, slices: Slices | None = None
+) -> list[Tensor]:
     """Append each lane's tokens to its cache; return the logits after each lane, `[vocab]` float32.
 
-    With `slices`, the kernels of a lane of read tokens on a CPU run in slices. If a lane fails, its
+    `replays`, if any, has the recorded steps of generated tokens. With `slices`, the kernels of a lane of read tokens
+    on a CPU run in slices. If a lane fails, its
     `error` says why, its logits are NaN, and the other lanes go on. After an interruption each cache has all tokens of
     its lane or none.
     """
@@ -135,9 +140,14 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
                     indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
                     generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
-                    attend = _LanesAttend(begun, sizes) if generated and sum(sizes) > 1 else begun[0].block
-                    with sliced(None if generated else slices):
-                        hidden = model(ids, indices, attend, generated)
+                    several = generated and sum(sizes) > 1
+                    attend: Attend = _LanesAttend(begun, sizes) if several else begun[0].block
+                    x, attend = model.embedded(ids), model.attending(attend, indices)
+                    if generated and replays is not None:
+                        hidden = replays.run(x, partial(model, generated=True), attend)
+                    else:
+                        with sliced(slices):
+                            hidden = model(x, attend, generated)
                     last = model.logits(hidden if generated else hidden[-1:], drawn=True)
                     rows = last.split(sizes) if generated else [last]
                     for lane, part, logits in zip(begun, hidden.split(sizes), rows, strict=True):
@@ -175,7 +185,7 @@ class _LanesAttend:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         joined, first = q.new_empty(q.shape[1], len(q), q.shape[2]).transpose(0, 1), 0
         for lane, size in zip(self.lanes, self.sizes, strict=True):
-            out = lane.attend(layer, *(x[:, first : first + size] for x in (q, k, v)))
+            out = lane.attend_block(layer, *(x[:, first : first + size] for x in (q, k, v)))
             put_tokens(out, joined, first)
             seam()
             first += size

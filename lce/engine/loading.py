@@ -18,6 +18,7 @@ from lce.engine.setup import Planned, Setup
 from lce.engine.sizing import devices_of, facts_of, fitted, sizes_of
 from lce.errors import UsageError, shown
 from lce.files import named
+from lce.kernels.runtime.replay import Replays
 from lce.methods.base import Method
 from lce.methods.registry import with_knobs
 from lce.methods.run import Driver
@@ -106,6 +107,7 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
         files=files,
         driver=Driver(chosen, attention, made.window, own.n_kv_heads, own.sliding_window, own.kinds),
         eos_ids=frozenset((*config.eos_ids, *tokenizer.eos_ids)),
+        replays=Replays() if sharing is None else sharing.setup.replays,
         tape=tape,
         again=partial(_again, replace(given, sharing=None)),
     )

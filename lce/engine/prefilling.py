@@ -13,7 +13,7 @@ from lce.engine.context import Context, appended, context_of
 from lce.engine.options import Counted, Record, option
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefill_job import PrefillJob
-from lce.engine.running import agreed_ids, append, blocks, read
+from lce.engine.running import agreed_ids, append, blocks, unread
 from lce.engine.saving import Target
 from lce.engine.setup import Setup
 from lce.engine.stream import Stats
@@ -33,7 +33,7 @@ def prefill(
     def work(held: Context) -> Context:
         held.token_ids.extend(ids)
         with reported(progress, "prefill") as tell:
-            read(setup, held, tell)
+            append(setup, held, unread(setup, held, tell))
         return held
 
     return appended(setup, context, len(ids), announced, work)
@@ -80,7 +80,7 @@ def prefill_file(setup: Setup, asked: FilePrefill) -> Stats:
                 for part in blocks(held.uncached, setup.block, tell, n, offset):
                     if held.cache.length - job.n_written >= (asked.checkpoint_every or len(ids)):
                         job.checkpoint(held.data)
-                    append(setup, held, part)
+                    append(setup, held, [part])
             stats.prefill_s = time.perf_counter() - started
             job.finish(held.data)
         except BaseException as error:

@@ -47,5 +47,5 @@ def profiled_step(engine: Engine, context: Context) -> Profile:
         prompt_ids(engine.setup, [], held)  # raises if the context is empty
         if not held.uncached:
             held.token_ids.append(held.token_ids[-1])
-        append(engine.setup, held, held.uncached, decoding=True)
+        append(engine.setup, held, [held.uncached], decoding=True)
     return step

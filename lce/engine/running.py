@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -109,26 +109,29 @@ def lane_of(setup: Setup, context: Context, ids: Sequence[int], driver: Driver |
 def append(
     setup: Setup,
     context: Context,
-    ids: Sequence[int],
+    parts: Iterable[Sequence[int]],
     driver: Driver | None = None,
     *,
     slices: Slices | None = None,
     **how: Any,
-) -> Lane:
-    """Run a block of tokens through the model, and append it to a context, which keeps the logits after the block.
+) -> Lane | None:
+    """Run blocks of tokens through the model, and append them to a context; return the last block's lane, if any.
 
-    After an error or an interruption the cache has all tokens of the block or none.
+    The context keeps the logits after each block. After an error or an interruption the cache has all tokens of a block
+    or none.
     """
-    lane = lane_of(setup, context, ids, driver, **how)
+    lane = None
     uses_threads()
-    try:
-        forward(setup.model, [lane], slices)
-        lane.check()
-    except Exception as error:
-        context.data.blame(error)
-        raise
-    finally:
-        context.store_logits(lane)
+    for ids in parts:
+        lane = lane_of(setup, context, ids, driver, **how)
+        try:
+            forward(setup.model, [lane], setup.replays, slices)
+            lane.check()
+        except Exception as error:
+            context.data.blame(error)
+            raise
+        finally:
+            context.store_logits(lane)
     return lane
 
 
@@ -137,15 +140,14 @@ def goes_on(context: Context, prompt: Sequence[int]) -> bool:
     return not prompt and context.logits is not None and len(context.uncached) == 1
 
 
-def read(setup: Setup, context: Context, progress: Progress | None = None, drawn: bool = False) -> None:
-    """Prefill uncached tokens. If there are none and the last logits are unknown, prefill the last token again.
+def unread(setup: Setup, context: Context, progress: Progress | None = None) -> Iterator[Sequence[int]]:
+    """Return blocks of the uncached tokens; or of the last token, if it is cached and the logits after it are unknown.
 
-    `drawn` says that the only uncached token is the last of an answer that goes on.
+    So the context has logits once the blocks are appended.
     """
     if context.logits is None and len(context) == context.cache.n_tokens > 0:
         context.cache.truncate(context.cache.nearest(context.cache.n_tokens - 1))
-    for ids in blocks(context.uncached, setup.block, progress, offset=off_grid(context.cache)):
-        append(setup, context, ids, decoding=drawn)
+    return blocks(context.uncached, setup.block, progress, offset=off_grid(context.cache))
 
 
 def _pieces(
@@ -175,7 +177,8 @@ def _pieces(
                     if flag.is_set:
                         raise _Cancelled
 
-                read(setup, context, tell, drawn=goes_on(context, ids))
+                drawn = goes_on(context, ids)
+                append(setup, context, unread(setup, context, tell), decoding=drawn)
             stats.prefill_s = time.perf_counter() - started
             said, answer = len(context), Answer(options, setup.eos_ids, setup.tokenizer, result, context.token_ids)
             logits, likeliest = context.logits, None
@@ -187,7 +190,8 @@ def _pieces(
                     yield Piece(text)
                 if answer.done:
                     break
-                lane = append(setup, context, context.uncached, ahead=answer.ahead, decoding=True)
+                lane = append(setup, context, [context.uncached], ahead=answer.ahead, decoding=True)
+                assert lane is not None, "of one block"
                 logits, likeliest = lane.logits, lane.likeliest
         except BaseException as error:
             _end_early(context, mark, rest, said, result)

@@ -30,6 +30,7 @@ from lce.engine.requests import Request
 from lce.engine.running import append, goes_on, lane_of
 from lce.engine.stream import Piece
 from lce.errors import BusyError, CapacityError, DataError, UsageError
+from lce.kernels.runtime.replay import Replays
 from lce.models.layers import Model
 from lce.models.products import Slices
 from lce.progress import reported
@@ -46,8 +47,9 @@ RETRY_S = 0.05  # between two looks whether a request need wait no longer
 class Scheduler:
     """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order."""
 
-    def __init__(self, model: Model, max_lanes: int, max_waiting: int, prefixes: PrefixCache) -> None:
-        self.model, self.max_lanes, self.max_waiting, self.prefixes = model, max_lanes, max_waiting, prefixes
+    def __init__(self, model: Model, replays: Replays, max_lanes: int, max_waiting: int, prefixes: PrefixCache) -> None:
+        self.model, self.replays, self.prefixes = model, replays, prefixes
+        self.max_lanes, self.max_waiting = max_lanes, max_waiting
         self.totals: Counter[str] = Counter()
         self._changed = prefixes.changed  # guards the queue
         self._waiting: deque[Request] = deque()
@@ -160,7 +162,7 @@ class Scheduler:
         began = time.perf_counter()
         pairs = [(each, each.context) for each in asked if each.context is not None]
         lanes = [lane_of(each.setup, context, context.uncached, decoding=True) for each, context in pairs]
-        forward(self.model, lanes)
+        forward(self.model, lanes, self.replays)
         for (request, context), lane in zip(pairs, lanes, strict=True):
             request.is_sound = lane.error is None
             try:
@@ -260,7 +262,7 @@ class Scheduler:
         assert context is not None
         if uncached := context.uncached[: setup.block - off_grid(context.cache)]:
             request.is_sound = False
-            append(setup, context, uncached, slices=self._slices, decoding=goes_on(context, request.ids))
+            append(setup, context, [uncached], slices=self._slices, decoding=goes_on(context, request.ids))
             request.is_sound = True
             request.n_read = min(len(request.ids), context.cache.n_tokens - request.n_before)
             if request.report is not None:

@@ -10,7 +10,7 @@ from lce.cache.kv import off_grid
 from lce.engine.arguments import Prompt
 from lce.engine.context import Context, appended, new_context
 from lce.engine.lanes import check_logits
-from lce.engine.running import agreed_ids, append, blocks, read
+from lce.engine.running import agreed_ids, append, blocks, unread
 from lce.engine.setup import Setup
 from lce.errors import UsageError
 from lce.progress import Progress, reported
@@ -68,7 +68,7 @@ def score(
 
     def scores(held: Context) -> TokenScores:
         if before:
-            read(setup, held)
+            append(setup, held, unread(setup, held))
         if first == 0 and ids:
             assert held.logits is not None
             note(held.logits[None], 0)
@@ -88,6 +88,7 @@ def score(
 
 def _hidden(setup: Setup, context: Context, ids: Sequence[int]) -> Tensor:
     """Append a block of tokens to a context; return their hidden states `[T, hidden]`."""
-    hidden = append(setup, context, ids, setup.driver).hidden
-    assert hidden is not None, "only recorded steps keep no hidden states"
-    return hidden
+    lane = append(setup, context, [ids], setup.driver)
+    assert lane is not None
+    assert lane.hidden is not None, "only recorded steps keep no hidden states"
+    return lane.hidden

@@ -17,6 +17,7 @@ from lce.engine.arguments import Sampling
 from lce.engine.identity import Identity
 from lce.engine.saving import ContextFiles
 from lce.errors import LceError, ModelError, UsageError, WindowWarning, shown
+from lce.kernels.runtime.replay import Replays
 from lce.methods import registry
 from lce.methods.attending import skips
 from lce.methods.auto import Choice, choice_for
@@ -143,8 +144,8 @@ class _End:
 class Setup(Planned):
     """A model with an attention method, and all options of `lce.load` with their values. Immutable.
 
-    `eos_ids` end an answer. `tape` makes a recorder of CUDA graphs; if it is None, no decode step is recorded. `again`
-    loads another method with the same options.
+    `eos_ids` end an answer. `replays` has the model's recorded steps on CPUs. `tape` makes recorders of CUDA graphs; if
+    it is None, no decode step is recorded as a graph. `again` loads another method with the same options.
     """
 
     model: Model
@@ -154,6 +155,7 @@ class Setup(Planned):
     files: ContextFiles
     driver: Driver
     eos_ids: frozenset[int]
+    replays: Replays
     tape: "Callable[[torch.device], CudaTape] | None"
     again: "Callable[[str | Method, Setup], Setup]"
     _end: _End = field(default_factory=_End)  # freed after the model, because it is the last attribute

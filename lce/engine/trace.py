@@ -77,8 +77,7 @@ def trace(setup: Setup, token_ids: Prompt, scores: bool = False) -> Trace:
     setup.warn(len(ids))
     context, observer = new_context(setup, len(ids)), TraceObserver(keep_all=scores)
     driver = replace(setup.driver, method=Observed(setup.method, observer))
-    for part in blocks(ids, setup.block):
-        append(setup, context, part, driver)
+    append(setup, context, blocks(ids, setup.block), driver)
     return observer.trace(setup.method.choices)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from lce.cache.layout import segment_of
 from lce.cache.method_state import RecentRows
 from lce.errors import UsageError
 from lce.methods.parts import CHOSEN, RECENT, Declaring, Index, LayerFacts, Part
-from lce.methods.step import Step
+from lce.methods.step import PassFacts, Step
 from lce.methods.turned_keys import TurnedKeys, grouped, unrotated
 
 NONE_SEEN = -2  # replaces the start and the stop of an empty span, so that the query is in no call
@@ -71,8 +72,11 @@ class PlacedPart:
 
 def attend_parts(method: Declaring, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
     """Return the output `[H, T, D]` of one softmax over the keys of all parts, for unrotated queries `q [H, T, D]`."""
-    found = (method.attend_part(q, placed, cache, step) for placed in placed_parts(method, q, cache, step))
-    return merge([attended for attended in found if attended is not None])
+    found = list[Attended]()
+    for placed in placed_parts(method, q, cache, step):
+        if (attended := method.attend_part(q, placed, cache, step)) is not None:
+            found.append(attended)
+    return merge(found)
 
 
 def attend_all(method: Declaring, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
@@ -191,7 +195,7 @@ def slot_positions(on_host: Index, at: Index) -> tuple[Index, Tensor | None]:
     return torch.arange(low, high + 1, device=at.device), at - low
 
 
-def turn_of(method: Declaring, part: Part, i: Tensor, like: Tensor, step: Step) -> Turn:
+def turn_of(method: Declaring, part: Part, i: Tensor, like: Tensor, step: PassFacts) -> Turn:
     """Return the rotation of queries to `part.query_at`: `[T, D/2]`, `[T, K, D/2]`, or `[1, D/2]` if equal for all.
 
     If keys are cached unrotated, the rotation includes YaRN's factor twice: for the query and for the key.
@@ -225,38 +229,38 @@ def unseen(q: Tensor, first: int, last: int) -> Attended:
 
 def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCache, step: Step) -> Attended:
     """Compute the attention that `call` describes; keys in several cache segments take one call per segment."""
-    dense, turn, n_chunks = step.attention.dense, placed.turn, call.n_chunks
+    turn, n_chunks = placed.turn, call.n_chunks
     if call.last - call.first < q.shape[1]:
         q, turn = q[:, call.first : call.last], turn.at(slice(call.first, call.last))
-    stored = cache.stored if placed.part.group is None else partial(grouped, cache, placed.part.group, step)
     recent = cache.kept(RecentRows, RECENT) if placed.part.exact and RECENT in cache.state else None
-
-    def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return stored(start, stop) if recent is None else (recent.span(start, stop), cache.span(start, stop)[1])
-
-    def attend(some: slice, start: int, stop: int, causal: bool) -> Attended:
-        order, first = Order.of_keys(start, step.decoding), cache.resident_from
-        if order.first >= (first if recent is None else max(first, recent.first)):
-            k, v = rows(order.first, stop)
-        else:  # copies of the first row, which nobody sees, take the place of rows that would have to be fetched
-            k, v = (torch.cat((x[:, :1].expand(-1, order.unseen, -1), x), dim=1) for x in rows(start, stop))
-        return dense(q[:, some], k, v, causal=causal, window=call.window, turn=turn.at(some), order=order)
-
+    rows = cache.stored if placed.part.group is None else partial(grouped, cache, placed.part.group, step)
+    if recent is not None:
+        rows = partial(_recent_rows, cache, recent)
     if n_chunks > 1:
         k, v = rows(call.start, call.stop)
         queries, n_kv_heads = fold_chunks(q.unflatten(1, (n_chunks, -1)), len(k)), len(k)
         k, v = (x.unflatten(1, (n_chunks, -1)).flatten(0, 1) for x in (k, v))
-        out, lse = dense(queries, k, v, causal=True, turn=turn)
-        return unfold_chunks(out, n_kv_heads, n_chunks).flatten(1, 2), unfold_chunks(lse, n_kv_heads, n_chunks).flatten(
-            1
-        )
-    if recent is not None or call.window is not None:
-        return attend(slice(None), call.start, call.stop, call.causal)
-    found = list[Attended]()
-    for some, border in _up_to_borders(call, segment_of(cache.layout)):
-        spans = list(cache.segments(call.start, border))
-        found.append(combine([attend(some, *span, call.causal and span[1] == border) for span in spans]))
+        folded = step.attention.dense(queries, k, v, causal=True, turn=turn)
+        out, lse = (unfold_chunks(x, n_kv_heads, n_chunks).flatten(1, 2) for x in folded)
+        return out, lse
+    found, least = list[Attended](), cache.resident_from if recent is None else max(cache.resident_from, recent.first)
+    in_one = recent is not None or call.window is not None
+    for some, border in [(slice(None), call.stop)] if in_one else _up_to_borders(call, segment_of(cache.layout)):
+        seen = list[Attended]()
+        for start, stop in [(call.start, call.stop)] if in_one else cache.segments(call.start, border):
+            order = Order.of_keys(start, step.decoding)
+            if order.first >= least:
+                k, v = rows(order.first, stop)
+            else:  # copies of the first row, which nobody sees, take the place of rows that would have to be fetched
+                k, v = (torch.cat((x[:, :1].expand(-1, order.unseen, -1), x), dim=1) for x in rows(start, stop))
+            how: Any = {"causal": call.causal and stop == border, "window": call.window, "turn": turn.at(some)}
+            seen.append(step.attention.dense(q[:, some], k, v, order=order, **how))
+        found.append(combine(seen))
     return join(found, 1)
+
+
+def _recent_rows(cache: LayerCache, recent: RecentRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    return recent.span(start, stop), cache.span(start, stop)[1]
 
 
 def _up_to_borders(call: DenseCall, segment: int) -> Iterator[tuple[slice, int]]:

@@ -45,7 +45,7 @@ from lce.methods.decoding import Span, bound_for, decode_parts
 from lce.methods.knobs import fill_in
 from lce.methods.knobs import knob as knob
 from lce.methods.parts import CHOSEN, RECENT, LayerFacts, Part
-from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step
+from lce.methods.step import DeviceStep, ModelFacts, OnDevice, Step, is_recorded
 from lce.methods.turned_keys import keep_recent, recent_keys, seen_keys, unrotated
 
 T = TypeVar("T")
@@ -232,9 +232,7 @@ class Method:
         """
         self.keep_queries(q, cache, step)
         q = scaled(self, q, step)
-        return (
-            decode_parts(self, q, cache, step) if isinstance(step, DeviceStep) else attend_parts(self, q, cache, step)
-        )
+        return decode_parts(self, q, cache, step) if is_recorded(step) else attend_parts(self, q, cache, step)
 
     def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         """Return the attention of unrotated queries `[H, T, D]` to a part; None: to no key.

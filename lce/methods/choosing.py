@@ -6,9 +6,8 @@ The queries of a page that choose together attend gathered keys, turned to where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +33,14 @@ from lce.cache.layer import LayerCache
 from lce.cache.method_state import Summaries
 from lce.kernels.elementwise.elementwise import take_rows
 from lce.methods.attending import PlacedPart, band_of, slot_shift
-from lce.methods.base import Method
 from lce.methods.budget import keep_best, prune
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.selection import Selection, Selector
 from lce.methods.selectors import SUMMARIES, SummarySelector
-from lce.methods.step import DeviceStep, Step
+from lce.methods.step import DeviceStep, Step, is_recorded
 
 Choose = Callable[[], Tensor | None]
+FIRST_CHOICE = "first choice"  # the name in `Step.all_devices` of what one layer chose for all
 
 
 def block_of(n_choices: int) -> int:
@@ -49,36 +48,49 @@ def block_of(n_choices: int) -> int:
     return max(128, min(2048, 65536 // n_choices))
 
 
-def choose(method: Method, c: Selection, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
+def choose(method: Any, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
     """Choose the chunks that each query of each head attends, `[H, T, K]`; None: the text is one chunk at most.
 
-    For a `DeviceStep` the result is `[C, 1, K]` for C groups of heads: C is 1, G or H.
+    `method` is a `ChunkMethod`. If one layer chooses for all, the first call of a pass chooses. For a `DeviceStep` the
+    result is `[C, 1, K]` for C groups of heads: C is 1, G or H.
     """
-    if isinstance(step, DeviceStep):
-        assert isinstance(c.selector, SummarySelector), "steps of other selectors are not recorded"
-        return c.selector.on_device(c, q, cache, step)
-    if step.stop <= c.size:
-        return None
-    by_page = c.by_page and not step.decoding
-    n_queries, least, parts, stop = q.shape[1], c.size if by_page else 1, list[Tensor](), 0
-    score, rows = c.selector.scorer(method, c, q, cache, step)
+    c: Selection = method.selection
+    made: dict[str, Tensor | None] = step.all_devices if c.one_layer else {}
+    if FIRST_CHOICE not in made:
+        if is_recorded(step):
+            assert isinstance(c.selector, SummarySelector), "steps of other selectors are not recorded"
+            made[FIRST_CHOICE] = c.selector.on_device(c, q, cache, step)
+        elif step.stop <= c.size:
+            made[FIRST_CHOICE] = None
+        else:
+            by_page, parts = c.by_page and not step.decoding, list[Tensor]()
+            score, rows = c.selector.scorer(method, c, q, cache, step)
+            for here, some in _slices(step, q.shape[1], rows, c.size if by_page else 1):
+                scores = score(here, some)
+                if by_page:
+                    scores = pooled(scores, some.start, c.size, c.selector)
+                chosen = c.best(scores, some) if c.selector.takes_best else c.selector.select(c, scores, some)
+                parts.append(_fewer(c, chosen, scores, q, some) if c.varies else chosen)
+                if step.note_scores:
+                    later = torch.arange(scores.shape[-1], device=q.device) >= c.ends(some, q.device)
+                    step.note_scores(some, cache.index, scores.float().masked_fill(later, -torch.inf))
+            chosen = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+            made[FIRST_CHOICE] = chosen if len(chosen) == len(q) else _of_each_head(chosen, len(q), step)
+    found = made[FIRST_CHOICE]
+    return found if found is None or found.device == q.device else step.once(FIRST_CHOICE, lambda: found.to(q.device))
+
+
+def _slices(step: Step, n_queries: int, rows: int, least: int) -> Iterator[tuple[slice, Step]]:
+    """Yield slices of the block's queries, of about `rows` or `least` queries, with their steps.
+
+    All but the last end with a whole page of `least` tokens.
+    """
+    stop = 0
     while stop < n_queries:
         start, stop = stop, min(stop + max(rows, least), n_queries)
         if stop < n_queries:
             stop -= (step.start + stop) % least
-        some = step if stop - start == n_queries else step.part(start, stop)
-        scores = score(slice(start, stop), some)
-        if by_page:
-            scores = pooled(scores, some.start, c.size, c.selector)
-        chosen = c.selector.select(c, scores, some)
-        if c.varies:
-            chosen = _fewer(c, chosen, scores, q, some)
-        if step.note_scores:
-            later = torch.arange(scores.shape[-1], device=q.device) >= c.ends(some, q.device)
-            step.note_scores(some, cache.index, scores.float().masked_fill(later, -torch.inf))
-        parts.append(chosen)
-    chosen = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-    return chosen if len(chosen) == len(q) else _of_each_head(chosen, len(q), step)
+        yield slice(start, stop), step if stop - start == n_queries else step.part(start, stop)
 
 
 def _of_each_head(chosen: Tensor, n_heads: int, step: Step) -> Tensor:
@@ -114,16 +126,19 @@ def n_seeing_all(c: Selection, step: Step) -> int:
     return max(0, min(step.stop, (c.n_choices + 1) * c.size) - step.start)
 
 
-def attend(c: Selection, chosen: Tensor, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
+def attend_chosen(
+    c: Selection, chosen: Tensor, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step
+) -> Attended:
     """Return the attention of unrotated queries `[H, T, D]` to the chunks that they chose, `chosen [H, T, K]`."""
     if c.varies and placed.part.n_slots is not None:
         number = torch.arange(chosen.shape[-1], device=q.device) - slot_shift(placed.part, chosen)
         chosen = chosen.gather(-1, number.clamp(min=0)).masked_fill(number < 0, -1)
-    attend = partial(_by_page, c) if c.by_page and not step.decoding else _attend
-    return attend(q, chosen, placed, cache, step)
+    if c.by_page and not step.decoding:
+        return _by_page(c, q, chosen, placed, cache, step)
+    return _attend_lists(q, chosen, placed, cache, step)
 
 
-def _attend(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
+def _attend_lists(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
     n_slots, slots, bands, table = chosen.shape[-1], placed.slots, placed.part.bands, placed.turn
 
     def memory() -> Tensor:
@@ -141,13 +156,13 @@ def _attend(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, st
 
 
 def _by_page(c: Selection, q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
-    """Return what `_attend` returns; the queries of whole pages, which chose together, in one dense call."""
+    """Return what `_attend_lists` returns; the queries of whole pages, which chose together, in one dense call."""
     first, n_pages = whole_pages(step.start, q.shape[1], c.size)
     stop, n_slots = first + n_pages * c.size, chosen.shape[-1]
     first = max(first, (n_slots + c.n_near) * c.size - step.start)  # earlier pages choose all that there are
     lists = chosen[:, first : stop : c.size]
     if placed.part.bands is not None or first >= stop or not bool((lists >= 0).all()):
-        return _attend(q, chosen, placed, cache, step)
+        return _attend_lists(q, chosen, placed, cache, step)
     turns = _slot_turns(placed, n_slots, q, step)
 
     def alone(here: slice) -> list[Attended]:

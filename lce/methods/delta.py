@@ -22,7 +22,7 @@ from lce.methods.parts import RECENT
 from lce.methods.registry import UserFile, make, register, user_file
 from lce.methods.rerope import ReRope
 from lce.methods.self_extend import SelfExtend
-from lce.methods.step import DeviceStep, ModelFacts, Step
+from lce.methods.step import ModelFacts, Step
 from lce.methods.streaming import Streaming
 from lce.methods.turned_keys import recent_keys
 
@@ -158,7 +158,7 @@ class Delta(Method, promises=dict.fromkeys(("alike", "counted", "recorded", "by_
         self.sparse_method.keep(k, v, cache, step)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        if isinstance(step, DeviceStep):
+        if step.at is not None:
             self.sparse_method.keep_queries(q, cache, step)
             return self.dense_method.attend(q, cache, step)
         n, kept = q.shape[1], cache.kept(FirstRow, DIFFERENCE)

@@ -95,8 +95,12 @@ class Ranked(Summary):
             return None
         return "worst" if self.rank == "last" else "best"
 
+    @property
+    def multiplies(self) -> bool:
+        return self.rank == "top" and not self.fix_head
+
     def scores(self, q: Tensor, summary: Tensor, n_choosers: int, step: Step, layer: int) -> Tensor:
-        if self.rank == "top" and not self.fix_head:
+        if self.multiplies:
             return super().scores(q, summary, n_choosers, step, layer)
         scores = self.score(q[:1], summary[:1], step, layer) if self.fix_head else self.score(q, summary, step, layer)
         if self.rank == "random":

@@ -69,6 +69,10 @@ class Driver:
         """For each layer, the number of its kind in `methods`."""
         return [[*self.methods].index(kind) for kind in self.kinds]
 
+    @cached_property
+    def _facts(self) -> Mapping[str, Any]:  # what `PassFacts` has of every pass
+        return {name: getattr(self, name) for name in ("attention", "window", "n_kv_heads", "sliding_window")}
+
     def begin(
         self, cache: KVCache, rope: Rope, n_tokens: int, note: Note | None = None, decoding: bool = False
     ) -> Block:
@@ -78,8 +82,7 @@ class Driver:
         cache.reserve(stop)
         if n_tokens == 1:  # decode: a token mostly chooses what the previous token chose
             cache.prefetch(0)
-        whole = Step(start, stop, rope, self.attention, self.window, self.n_kv_heads, self.sliding_window, note)
-        whole = replace(whole, decoding=decoding)
+        whole = Step(start, stop, rope=rope, note=note, decoding=decoding, **self._facts)
         firsts, kinds = [part.first_layer for part in cache.layout.by_device], self.methods.items()
         steps = {
             first: [(method, replace(whole, rope=rope.of(kind), memo={})) for kind, method in kinds] for first in firsts
@@ -93,9 +96,7 @@ class Driver:
         the cache. The function's work can be recorded once, as a CUDA graph, and replayed for each token of a text
         of at most `bound` tokens.
         """
-        facts = self.attention, self.window, self.n_kv_heads, self.sliding_window
-        how: Any = {"at": at, "bound": bound}
-        steps = [DeviceStep(rope.of(kind), *facts, **how) for kind in self.methods]
+        steps: list[Any] = [DeviceStep(at, bound, rope=rope.of(kind), **self._facts) for kind in self.methods]
         methods, numbers = [*self.methods.values()], self.numbers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -159,18 +160,13 @@ class Block:
         with section("cache"):
             method.keep(k, v, own, step)
         with section("selection"):  # what profiles call selection: all except attention and cache
-            out = self._attend(method, q, own, step)
+            if q.shape[1] == 1 or not step.decoding or method.promised("by_row"):
+                out = method.attend(q, own, step)
+            else:
+                out = _attend_rows(method, q, own, step)
         if q.shape[1] == 1:  # load pages for the next layer, after this layer's work
             self.cache.prefetch(layer + 1)
         return out
-
-    def _attend(self, method: Method, q: Tensor, own: LayerCache, step: Step) -> Tensor:
-        """Return the method's output; each of several generated tokens gets the bits of its own step."""
-        n = q.shape[1]
-        if n == 1 or not step.decoding or method.promised("by_row"):
-            return method.attend(q, own, step)
-        rows = [step.once(f"row {t}", lambda t=t: step.part(t, t + 1)) for t in range(n)]  # type: ignore[misc]
-        return torch.cat([method.attend(q[:, t : t + 1], own, row) for t, row in enumerate(rows)], dim=1)
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
         """Prepare all layers for one token; return the addresses and bytes of what each layer's attention reads.
@@ -200,6 +196,12 @@ class Block:
         for own in layers[:2]:  # whose attention is watched: an operator there would keep it from being replayed
             _ = own.buffer.index
         return found if len(forms) == 1 and not buffer.first else None
+
+
+def _attend_rows(method: Method, q: Tensor, own: LayerCache, step: Step) -> Tensor:
+    """Return the method's output for several generated tokens, with the bits of their own steps."""
+    rows = [step.once(f"row {t}", lambda t=t: step.part(t, t + 1)) for t in range(q.shape[1])]  # type: ignore[misc]
+    return torch.cat([method.attend(q[:, t : t + 1], own, row) for t, row in enumerate(rows)], dim=1)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from lce.methods.budget import Budget
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.knobs import Knobs, fill_in
 from lce.methods.parts import CHOSEN, Part
-from lce.methods.step import ModelFacts, Step
+from lce.methods.step import ModelFacts, PassFacts, Step
 
 Share = Literal["head", "group", "layer"]  # which heads choose together: none, the query heads of a KV head, or all
 Sizes = CacheLayout | QueryBlock  # both have the sizes of a model's attention
@@ -140,7 +140,7 @@ class Placement(Knobs, ABC):
         """Return the `Part.bands` of queries `i [T]`; None: positions do not differ by a range of chunks."""
         return None
 
-    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
+    def scored(self, q: Tensor, step: PassFacts, selection: Selection) -> list[Tensor]:
         """Return the block's unrotated queries `q`, rotated to score chunks: once for all chunks, or for each band.
 
         By default they are rotated to the positions from which they see the chunks.
@@ -298,5 +298,5 @@ class SideBySide(Placement, name="side_by_side"):
         behind = (taken[:, None] - torch.arange(n_slots, device=i.device)).clamp(min=0) * size
         return Part(CHOSEN, behind + (i % size)[:, None], n_slots=taken)
 
-    def scored(self, q: Tensor, step: Step, selection: Selection) -> list[Tensor]:
+    def scored(self, q: Tensor, step: PassFacts, selection: Selection) -> list[Tensor]:
         return [q]

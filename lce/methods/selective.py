@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import ClassVar, Literal, Self
+from functools import cached_property
+from typing import ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from lce.cache.layout import AccessPattern, CacheLayout, query_bytes
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods import choosing
-from lce.methods.attending import PlacedPart, attend_all, attend_parts, placed_parts, scaled
+from lce.methods.attending import PlacedPart, attend_all, attend_parts, attend_spans, placed_parts, scaled
 from lce.methods.base import ATTENDING, ATTENTION, Example, Method, Promise, Promises, filled, is_like, knob, resolved
 from lce.methods.budget import TOP_P, Budget
 from lce.methods.costs import Cost, QueryBlock
@@ -114,27 +114,21 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         if cache.index >= self.selection.dense_layers:
             self.selection.selector.keep(self, self.selection, q, cache, step)
 
-    def choose(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        """See `choosing.choose`."""
-        make = partial(choosing.choose, self, self.selection, q, cache, step)
-        return step.once_on_all("first choice", make, q.device) if self.selection.one_layer else make()
-
-    def _noted(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor | None:
-        chosen = self.choose(q, cache, step)
-        if chosen is not None and step.note:
-            step.note(cache.index, chosen)
-        return chosen
+    choose = choosing.choose
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        dense = self.promised("dense") and not isinstance(step, DeviceStep) and not step.decoding
-        dense = dense and (q.is_cpu or q.shape[1] >= TURNED_ROWS)
-        n, n_queries = choosing.n_seeing_all(self.selection, step) if dense else 0, q.shape[1]
-        if not n:
+        if step.at is not None:
             return super().attend(q, cache, step)
         self.keep_queries(q, cache, step)
         q = scaled(self, q, step)
+        dense = self.promised("dense") and not step.decoding and (q.is_cpu or q.shape[1] >= TURNED_ROWS)
+        n, n_queries = choosing.n_seeing_all(self.selection, step) if dense else 0, q.shape[1]
+        if not n:
+            return attend_parts(self, q, cache, step)
         if (step.note or step.note_scores) and any(x.part.keys == CHOSEN for x in placed_parts(self, q, cache, step)):
-            self._noted(q, cache, step)
+            chosen = self.choose(q, cache, step)
+            if chosen is not None and step.note:
+                step.note(cache.index, chosen)
         if n == n_queries:
             return attend_all(self, q, cache, step)
         first, rest = step.once(
@@ -146,15 +140,22 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
 
     def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         if placed.part.keys != CHOSEN:
-            return super().attend_part(q, placed, cache, step)
-        chosen, seen = self._noted(q, cache, step), seen_keys(self, placed.part, cache, step)
-        return None if chosen is None else choosing.attend(self.selection, chosen, q, placed, seen, step)
+            return attend_spans(q, placed, seen_keys(self, placed.part, cache, step), step)
+        if (chosen := self.choose(q, cache, step)) is None:
+            return None
+        if step.note:
+            step.note(cache.index, chosen)
+        return choosing.attend_chosen(
+            self.selection, chosen, q, placed, seen_keys(self, placed.part, cache, step), step
+        )
 
     def decode_chosen(
         self, q: Tensor, turn: Turn, others: Sequence[Span], cache: LayerCache, step: DeviceStep
     ) -> Attended:
         own = others[0].turn if others else None
-        return choosing.decode(self.selection, lambda: self.choose(q, cache, step), q, turn, own, cache, step)
+        return choosing.decode(
+            self.selection, lambda: self.choose(q, cache, cast(Step, step)), q, turn, own, cache, step
+        )
 
     def bound(self, stop: int) -> int | None:
         """Return the bound, without `complete` in the own chunk of the step; None if the step completes a chunk."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, stack
@@ -64,6 +64,11 @@ class SummarySelector(Selector):
             return dot_products(q, summary, len(q) // n_choosers, step.decoding)  # sums on the way
         return self.together(self.score(q, summary, step, layer), n_choosers)
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether scores are dot products with summaries, summed over the heads that choose together."""
+        return type(self).score is SummarySelector.score and type(self).scores is SummarySelector.scores
+
     def keep(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> None:
         """Summarise the chunks that this block completes, and store the queries of the chunk that stays incomplete."""
         size, at = selection.size, step.at
@@ -108,8 +113,11 @@ class SummarySelector(Selector):
         summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // selection.size)
         scored = selection.placement.scored(q, step, selection)
         rows = max(1, scores_at_once(summary) // (len(q) * summary.shape[1]))
+        n_together = len(q) // selection.n_choosers(len(q), step.n_kv_heads)
 
         def score(here: slice, some: Step) -> Tensor:
+            if self.multiplies and len(scored) == 1:
+                return dot_products(scored[0][:, here], summary, n_together, some.decoding)
             return self.of_bands([x[:, here] for x in scored], summary, selection, some, cache.index)
 
         return score, rows
@@ -128,12 +136,12 @@ class SummarySelector(Selector):
     def on_device(self, selection: Selection, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
         """Choose complete chunks within the bound, in a recorded step; return the choice `[C, 1, K]`."""
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // selection.size)
-        scored = selection.placement.scored(q, step, selection)
-        scores = self.of_bands(scored, summary, selection, step, cache.index)
+        scored, hooked = selection.placement.scored(q, step, selection), cast(Step, step)
+        scores = self.of_bands(scored, summary, selection, hooked, cache.index)
         if not self.takes_best:  # `select` might take chunks that are not complete
             chunk_ids = torch.arange(scores.shape[-1], device=q.device)
             scores = scores.masked_fill(chunk_ids >= step.at // selection.size, -torch.inf)
-        chosen = self.select(selection, scores, step)
+        chosen = self.select(selection, scores, hooked)
         return chosen if len(chosen) in (1, step.n_kv_heads) else chosen.repeat_interleave(len(q) // len(chosen), 0)
 
     def summary_cost(self, sizes: Sizes, size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,41 +19,30 @@ T = TypeVar("T")
 NoteScores = Callable[["Step", int, Tensor], None]  # takes the queries' step, a layer's index, scores `[C, T, M]`
 
 
-@dataclass(frozen=True)
-class Step:
-    """The facts about a pass of a block through the model that are the same in every layer.
-
-    Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
-    `start=1500, stop=1501`. If only the device knows a token's index, the index is `at`: see `DeviceStep`.
+@dataclass(frozen=True, kw_only=True)
+class PassFacts:
+    """The facts about a pass of a block through the model that are the same in every layer, and that all passes have.
 
     `memo` keeps for the pass what `once` computes in the first layer and other layers use again. Each device has its
     own memo; `all_devices` is one memo for all devices. In each layer a method calls `note`, if given, with the chunks
     or tokens that queries chose, and before that `note_scores`, if given, with the scores of all candidates, -inf for
     those that a query cannot choose: once for the whole block, or once for each `part` of the block.
-
-    With a `stride` above 1 the queries are every `stride`-th token from `start` on; the method's parts are all spans.
-
-    Indices count rows of the cache; a token's position follows by `Rope.positions`.
     """
 
-    start: int
-    stop: int
     rope: Rope
     attention: Attention
     window: int
     n_kv_heads: int
     sliding_window: int | None = None
     note: Note | None = None
+    note_scores: NoteScores | None = None
+    decoding: bool = False  # whether a generation appends a token that it sampled
     memo: dict[str, Any] = field(default_factory=dict)
     all_devices: dict[str, Any] = field(default_factory=dict)
-    note_scores: NoteScores | None = None
-    at: Tensor | None = field(default=None, kw_only=True)
-    decoding: bool = field(default=False, kw_only=True)  # whether a generation appends a token that it sampled
-    stride: int = field(default=1, kw_only=True)
 
-    def part(self, start: int, stop: int, stride: int = 1) -> Step:
-        """Return the step of the block's queries `start..stop-1`, counted from its first; or of every `stride`-th."""
-        return replace(self, start=self.start + start, stop=self.start + stop, stride=stride, memo={}, all_devices={})
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the indices of the block's tokens, `[T]`."""
+        raise NotImplementedError
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return `make()`, called once for each pass, device and `name`; later calls return the first result."""
@@ -61,17 +50,6 @@ class Step:
         if name not in memo:
             memo[name] = make()
         return memo[name]
-
-    def once_on_all(self, name: str, make: Callable[[], Tensor | None], device: torch.device) -> Tensor | None:
-        """Return the result of `make`, moved to `device`; `make` is called once per pass and `name` for all devices."""
-        if name not in self.all_devices:
-            self.all_devices[name] = make()
-        made: Tensor | None = self.all_devices[name]
-        return self.once(name, lambda: None if made is None else made.to(device))
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Return the indices of the block's tokens, `[T]`."""
-        return torch.arange(self.start, self.stop, self.stride, device=device) if self.at is None else self.at
 
     def key_turn(self, key_positions: Callable[[Tensor], Tensor | None], like: Tensor) -> Turn | None:
         """Return the rotation of the block's keys to the positions where they are cached; None: keys stay unrotated."""
@@ -107,25 +85,51 @@ class Step:
         return make() if isinstance(distance, Tensor) else self.once(f"far turn {distance}", make)
 
 
-class OnDevice(LookupError):
-    """Raised if a hook asks a `DeviceStep` for a number that only the device knows. The step then runs unrecorded."""
+@dataclass(frozen=True)
+class Step(PassFacts):
+    """The facts about a pass of a block of tokens `start..stop-1`, which the host knows.
+
+    Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
+    `start=1500, stop=1501`. Indices count rows of the cache; a token's position follows by `Rope.positions`.
+
+    With a `stride` above 1 the queries are every `stride`-th token from `start` on; the method's parts are all spans.
+    """
+
+    start: int
+    stop: int
+    stride: int = 1
+    at: ClassVar[Tensor | None] = None  # as `DeviceStep.at`, for methods that take both
+
+    def part(self, start: int, stop: int, stride: int = 1) -> Step:
+        """Return the step of the block's queries `start..stop-1`, counted from its first; or of every `stride`-th."""
+        return replace(self, start=self.start + start, stop=self.start + stop, stride=stride, memo={}, all_devices={})
+
+    def positions(self, device: torch.device) -> Tensor:
+        return torch.arange(self.start, self.stop, self.stride, device=device)
 
 
 @dataclass(frozen=True)
-class DeviceStep(Step):
-    """A decode step recorded once, as a CUDA graph, and replayed: the token's index `at [1]`, int64, is on the device.
+class DeviceStep(PassFacts):
+    """The facts about a decode step recorded once, as a CUDA graph, and replayed: the device has the token's index.
 
-    No number and no shape on the host depends on the index; the host knows only that the text has at most `bound`
-    tokens. So reading `start` or `stop` raises `OnDevice`.
+    `at [1]`, int64, is the index. No number and no shape on the host depends on the index; the host knows only that the
+    text has at most `bound` tokens. A hook that asks for `start` or `stop` fails, and the steps run unrecorded.
     """
 
-    start: int = field(init=False, repr=False)
-    stop: int = field(init=False, repr=False)
-    at: Tensor = field(kw_only=True)
-    bound: int = field(kw_only=True)
+    at: Tensor
+    bound: int
 
-    def __getattr__(self, name: str) -> Any:  # called for attributes that were never set
-        raise (OnDevice if name in ("start", "stop") else AttributeError)(name)
+    def positions(self, device: torch.device) -> Tensor:
+        return self.at
+
+
+def is_recorded(step: PassFacts) -> TypeGuard[DeviceStep]:
+    """Return whether a hook, which is written for a `Step`, is given a `DeviceStep`."""
+    return isinstance(step, DeviceStep)
+
+
+class OnDevice(LookupError):
+    """Raised by a hook that cannot run in a recorded step. The step then runs unrecorded."""
 
 
 @dataclass(frozen=True)

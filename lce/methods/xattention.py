@@ -20,7 +20,7 @@ from lce.methods.costs import Cost, QueryBlock
 from lce.methods.full import Full
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.step import DeviceStep, Step
+from lce.methods.step import Step
 from lce.methods.turned_keys import pieces
 
 PROMISES: tuple[Promise, ...] = "alike", "counted", "recorded", "noted", "kept", "by_head"
@@ -96,7 +96,7 @@ class XAttention(Method, promises=dict.fromkeys(PROMISES, (*ATTENTION, "parts_of
             yield a, min(a + at_once, last)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        if isinstance(step, DeviceStep):
+        if step.at is not None:
             return Full().attend(q, cache, replace(step, sliding_window=None))
         return super().attend(q, cache, step)
 

@@ -22,13 +22,14 @@ class Gemma3Layer(LlamaLayer):
     """
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        self.normed(self.project("o", merge_heads(self.attention(x, attend))), "after_attention_norm", onto=x)
+        out = merge_heads(attend(self.index, *self.attended(x)))
+        self.normed(self.project("o", out), "after_attention_norm", onto=x)
         inner = self.project("gate_up", self.normed(x, "mlp_norm"), gate="gelu_tanh")
         return self.normed(self.project("down", inner), "after_mlp_norm", onto=x)
 
-    def attention(self, x: Tensor, attend: Attend) -> Tensor:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(self.normed(x, "attention_norm"))
-        return attend(self.index, self.normed(q, "q_norm"), self.normed(k, "k_norm"), v)
+        return self.normed(q, "q_norm"), self.normed(k, "k_norm"), v
 
 
 @family("gemma3_text", "Gemma3ForCausalLM")

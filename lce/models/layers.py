@@ -13,7 +13,7 @@ import copy
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 import lce.models
 from lce.files import named
 from lce.models.config import Fields, ModelConfig, RopeConfig, check_layer_types, check_supported, read_rope
-from lce.models.products import Gate, Replays, linear, rms_norm, rows_of
+from lce.models.products import Gate, linear, rms_norm, rows_of
 from lce.weights.packed import ROUNDED, Scheme
 from lce.weights.source import Source
 
@@ -108,25 +108,26 @@ class Model:
         self.final_norm = weights["norm"]
         self.head = weights.get("head", self.embed)
         devices = [layer.device for layer in self.layers]
-        self._replays = Replays()
         self.borders = {i: devices[i] for i in range(1, len(devices)) if devices[i] != devices[i - 1]}
 
-    def __call__(self, ids: Tensor, indices: Tensor, attend: Attend, generated: bool = False) -> Tensor:
-        """Return the last layer's hidden states `[T, hidden]` for token ids `[T]` at `indices [T]` in their texts.
+    def __call__(self, x: Tensor, attend: Attend, generated: bool = False) -> Tensor:
+        """Return the last layer's hidden states `[T, hidden]` for the first ones, `x [T, hidden]`. May overwrite x.
 
-        The tokens were read, all in one text, or `generated`, at most `SHARED_ROWS` of them, one in each of several
-        texts. No shape and no branch depends on the values of `ids` and `indices`.
+        The tokens were read, all in one text, or `generated`, at most `SHARED_ROWS` of them in several texts. `attend`
+        is what `attending` returns.
         """
-        if not generated:
-            return self._through(self.layers, self.embedded(ids), attend)
-        return self._replays.run(self.embedded(ids), functools.partial(self._through, self._of_generated), attend)
-
-    def _through(self, layers: Sequence[Layer], x: Tensor, attend: Attend) -> Tensor:
-        for layer in layers:
+        for layer in self._of_generated if generated else self.layers:
             if layer.index in self.borders:
                 x = x.to(self.borders[layer.index])
             x = layer(x, attend)
         return x
+
+    def attending(self, attend: Attend, indices: Tensor) -> Attend:
+        """Return `attend` for tokens at `indices [T]` in their texts, as a family's own form of attention has it.
+
+        No shape and no branch depends on the values of `indices`.
+        """
+        return attend
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Return the first hidden states `[T, hidden]`, of token ids `[T]`."""

@@ -13,12 +13,12 @@ class LlamaLayer(Layer):
     """A decoder layer: attention, then a gated MLP. Both normalise the hidden states and add their result to them."""
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        self.project("o", merge_heads(self.attention(x, attend)), onto=x)
+        self.project("o", merge_heads(attend(self.index, *self.attended(x))), onto=x)
         return self.project("down", self.project("gate_up", x, norm="mlp_norm", gate="silu"), onto=x)
 
-    def attention(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.heads(x, norm="attention_norm")
-        return attend(self.index, q, k, v)
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what attention takes: unrotated `q [H, T, D]` and `k v [G, T, D]`."""
+        return self.heads(x, norm="attention_norm")
 
 
 @family("llama", "LlamaForCausalLM")

@@ -45,13 +45,13 @@ class Ministral3(Mistral):
         config = super().configure(config, fields)
         return replace(config, extra={"query_beta": beta, "query_length": length})
 
-    def __call__(self, ids: Tensor, indices: Tensor, attend: Attend, generated: bool = False) -> Tensor:
+    def attending(self, attend: Attend, indices: Tensor) -> Attend:
         scale = self.query_scale(indices).to(self.final_norm.dtype)
 
         def attend_scaled(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(layer, q * scale.to(q.device), k, v)
 
-        return super().__call__(ids, indices, attend_scaled, generated)
+        return attend_scaled
 
     def query_scale(self, indices: Tensor) -> Tensor:
         """Return the factors `[T, 1]`, float64, by which queries at `indices [T]` in the text are multiplied."""

@@ -12,17 +12,17 @@ class Olmo2Layer(LlamaLayer):
     """A decoder layer: attention, then a gated MLP. The results are normalised and added to the hidden states."""
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        self.normed(self.project("o", merge_heads(self.attention(x, attend))), "attention_norm", onto=x)
+        self.normed(self.project("o", merge_heads(attend(self.index, *self.attended(x)))), "attention_norm", onto=x)
         inner = self.project("gate_up", cast(x, self.dtype), gate="silu")
         return self.normed(self.project("down", inner), "mlp_norm", onto=x)
 
-    def attention(self, x: Tensor, attend: Attend) -> Tensor:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config, dim = self.config, self.config.head_dim
         widths = config.n_heads * dim, config.n_kv_heads * dim, config.n_kv_heads * dim
         q, k, v = self.project("qkv", cast(x, self.dtype)).split_with_sizes(widths, dim=-1)
         q, k = self.normed(q, "q_norm"), self.normed(k, "k_norm")
         q, k, v = (rows.unflatten(-1, (-1, dim)).transpose(0, 1) for rows in (q, k, v))
-        return attend(self.index, q, k, v)
+        return q, k, v
 
 
 @family("olmo2", "Olmo2ForCausalLM")

@@ -54,13 +54,13 @@ class Phi3(Llama):
         factors = torch.where(order < rotary, 1.0, 1 / (rope.attention_factor or 1.0)).to(self.final_norm.dtype)
         self.ordering = [(order.to(layer.device), factors.to(layer.device)) for layer in self.layers]
 
-    def __call__(self, ids: Tensor, indices: Tensor, attend: Attend, generated: bool = False) -> Tensor:
+    def attending(self, attend: Attend, indices: Tensor) -> Attend:
         def attend_ordered(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             order, factors = self.ordering[layer]
             q, k = (heads.index_select(-1, order).mul_(factors) for heads in (q, k))
             return attend(layer, q, k, v)
 
-        return super().__call__(ids, indices, attend_ordered if self.is_partial else attend, generated)
+        return attend_ordered if self.is_partial else attend
 
     @classmethod
     def configure(cls, config: ModelConfig, fields: Fields) -> ModelConfig:

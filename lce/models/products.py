@@ -21,7 +21,6 @@ from lce.kernels.runtime.kernel import DTYPES
 from lce.kernels.runtime.kernel import Slices as Slices  # for lanes and batches
 from lce.kernels.runtime.kernel import seam as seam
 from lce.kernels.runtime.kernel import sliced as sliced
-from lce.kernels.runtime.replay import Replays as Replays  # for models
 from lce.kernels.runtime.shared import MOST_ROWS
 from lce.kernels.runtime.shared import Gate as Gate  # for families
 from lce.models.ranks import Ranks

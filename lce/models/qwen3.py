@@ -5,17 +5,17 @@ from dataclasses import replace
 from torch import Tensor
 
 from lce.models.config import Fields, ModelConfig
-from lce.models.layers import Attend, family
+from lce.models.layers import family
 from lce.models.llama import Llama, LlamaLayer
 from lce.models.products import norm_heads
 from lce.models.qwen2 import Qwen2, sliding_window
 
 
 class Qwen3Layer(LlamaLayer):
-    def attention(self, x: Tensor, attend: Attend) -> Tensor:
+    def attended(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(x, norm="attention_norm")
         q, k = norm_heads(q, self.w["q_norm"], k, self.w["k_norm"], self.eps)
-        return attend(self.index, q, k, v)
+        return q, k, v
 
 
 @family("qwen3", "Qwen3ForCausalLM")

@@ -58,9 +58,9 @@ def test_a_tile_is_attended_once_however_many_queries_chose_it() -> None:
     seen: list[tuple[int, int]] = []
 
     class Counting(Reference):
-        def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
+        def softmax(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
             seen.append((len(k), q.shape[-2]))
-            return super().attend(q, k, v, **options)
+            return super().softmax(q, k, v, **options)
 
     q, k, v = routed_vectors(8, 2, 300, 6, 5)
     chosen = torch.rand(8, 300, 6, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :3]
@@ -81,7 +81,7 @@ def test_a_tile_does_not_depend_on_the_tiles_beside_it(name: str, dtype: torch.d
         for n_queries, size, dim in product((1, 2, 3, 4, 5, 7, 10, 16, 40), (1, 8, 15, 64), (16, 20, 64)):
             q = torch.randn(9, n_queries, dim, generator=random).to(dtype)
             k, v = (torch.randn(9, size, dim, generator=random).to(dtype) for _ in range(2))
-            whole = backend.attend_tiles(q, k, v)
+            whole = backend.softmax_of_tiles(q, k, v)
             for some in (slice(0, 1), slice(4, 5), slice(1, 3), slice(5, 9)):
-                for one, other in zip(backend.attend_tiles(q[some], k[some], v[some]), whole, strict=True):
+                for one, other in zip(backend.softmax_of_tiles(q[some], k[some], v[some]), whole, strict=True):
                     assert torch.equal(one, other[some])

@@ -108,17 +108,17 @@ def test_head_dimensions_that_the_kernel_has_not(calls: Calls) -> None:
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("n_queries", [1, 33, 70])
 def test_float32_holds_a_slices_scores(heads: tuple[int, int], n_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once, sizes, whole = heads[0] * 70 * 4, [], Reference.attend
+    at_once, sizes, whole = heads[0] * 70 * 4, [], Reference.softmax
 
     def watched(self: Reference, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
         sizes.append(q[..., 0].numel() * k.shape[1])
         return whole(self, q, k, v, **options)
 
-    monkeypatch.setattr(Reference, "attend", watched)
+    monkeypatch.setattr(Reference, "softmax", watched)
     monkeypatch.setattr(backend, "SCORES_AT_ONCE", at_once)
     q, k, v = vectors(*heads, n_queries, 70)
     for causal, window in SEEN:
-        assert_same(backend.attend_slices(q, k, v, causal, window), dense(q, k, v, causal, window))
+        assert_same(backend.softmax_of_slices(q, k, v, causal, window), dense(q, k, v, causal, window))
     assert max(sizes) <= at_once
 
 

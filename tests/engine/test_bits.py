@@ -171,7 +171,7 @@ def test_no_tokens_that_are_proposed_with_it(name: str, kind: dict[str, Any], fo
     setup, contexts = engine.setup, [engine.prefill(tokens(n, seed=n), length=N + 60) for n in (N, 90)]
     steps = []
     for context in [each.fork() for each in contexts]:
-        one_by_one = [append(setup, context, [id_], decoding=True) for id_ in proposed]
+        one_by_one = [append(setup, context, [[id_]], decoding=True) for id_ in proposed]
         steps.append([(lane.drawn, lane.hidden) for lane in one_by_one])
     at = [0, 0]
     while min(at) < len(proposed):
@@ -182,7 +182,7 @@ def test_no_tokens_that_are_proposed_with_it(name: str, kind: dict[str, Any], fo
             if n
         ]
         with threads(chance.choice([1, 2, 3, 4])):
-            forward(setup.model, own)
+            forward(setup.model, own, setup.replays)
         found = (x for lane in own for x in (lane.drawn, lane.hidden))
         for number, n in enumerate(some):
             for each in zip(*steps[number][at[number] : at[number] + n], strict=True) if n else ():

@@ -4,6 +4,7 @@ On a CPU the tape does the work again instead of recording it; on pretended GPUs
 """
 
 import gc
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ import lce
 from lce.attention import Attended, Attention, Runs, Turn, rotate
 from lce.attention.compiled import Compiled
 from lce.engine.graph import Work, one_by_one
-from lce.engine.running import read
+from lce.engine.running import append, unread
 from lce.kernels.runtime import launching
 from lce.methods import Full, LongHeads, Method, Quest, ReRope, SelfExtend
 from lce.methods.step import Step
@@ -232,15 +233,20 @@ def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(engine.setup.model, "logits", lambda x, drawn: bad[None])
         with pytest.raises(lce.ModelError, match="not finite"):
-            read(engine.setup, context)
+            append(engine.setup, context, unread(engine.setup, context))
     assert (context.cache.length, context.logits) == (n, logits)
-    read(engine.setup, context)
+    append(engine.setup, context, unread(engine.setup, context))
     plain = loaded(tiny_model, METHODS["longheads"], None)
     again = plain.prefill(context.token_ids, length=200)
     assert torch.allclose(context.logits, again.logits, atol=1e-4)
 
 
-def test_runs_kernel_by_kernel_where_it_must(tiny_model: Path, tmp_path: Path) -> None:
+def test_runs_kernel_by_kernel_where_it_must(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lce.engine.graph._said", set())
+    caplog.set_level(logging.DEBUG, "lce")
+
     class HostScores(LongHeads):
         def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
             return super().score(q, summary, step, layer) * (step.start + 1)
@@ -260,6 +266,9 @@ def test_runs_kernel_by_kernel_where_it_must(tiny_model: Path, tmp_path: Path) -
         assert found == truth or "kv_dtype" in options
         assert context.graph.n_replayed == 0, options
         assert bool(context.graph.refused) == (not options)
+        if isinstance(method, HostScores):
+            assert context.graph.refused == "the method asks for start, which only the device knows"
+            assert sum(context.graph.refused in line for line in caplog.messages) == 1, "a notice says why, once"
     engine = loaded(tiny_model, longheads)
     context = engine.new_context(100)
     with lce.profiled(engine) as profile:

@@ -59,11 +59,11 @@ def test_every_method_has_the_bits_that_it_has_alone(n_threads: int, options: di
                 ids = texts[name][read[name] : read[name] + n]
                 read[name] += len(ids)
                 single = lane_of(engine, alone[name], ids)
-                (logits,) = forward(engine.setup.model, [single])
+                (logits,) = forward(engine.setup.model, [single], engine.setup.replays)
                 texts[name] += [int(logits.argmax())] if read[name] == len(texts[name]) else []
                 passed[name] = single
             lanes = [lane_of(engines[name], shared[name], lane.token_ids) for name, lane in passed.items()]
-            together = forward(next(iter(engines.values())).setup.model, lanes)
+            together = forward(engine.setup.model, lanes, engine.setup.replays)
             for (name, single), lane, logits in zip(passed.items(), lanes, together, strict=True):
                 lane.check()
                 assert torch.equal(logits, single.logits), (turn, name)
@@ -89,7 +89,7 @@ def beside_a_failing_lane(folder: Path, error: type[BaseException]) -> tuple[lis
     contexts = [engine.prefill(tokens(20, seed=i)) for i, engine in enumerate(engines)]
     pairs = zip(engines, contexts, strict=True)
     lanes = [lane_of(engine, context, [5 + i]) for i, (engine, context) in enumerate(pairs)]
-    return lanes, lambda: forward(good.setup.model, lanes)
+    return lanes, lambda: forward(good.setup.model, lanes, good.setup.replays)
 
 
 def test_a_lane_that_fails_fails_alone(tiny_model: Path) -> None:
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite_are_one_lane_s_error(tiny_model: Path, monke
     broken = torch.tensor([1])
     monkeypatch.setattr(engine.setup.model, "logits", lambda x, drawn: head(x, drawn).index_fill(0, broken, torch.nan))
     lanes = [lane_of(engine, context, [5]) for context in contexts]
-    forward(engine.setup.model, lanes)
+    forward(engine.setup.model, lanes, engine.setup.replays)
     assert [lane.cache.length for lane in lanes] == [10, 9]
     with pytest.raises(lce.ModelError, match="not finite after token 9"):
         lanes[1].check()
@@ -130,7 +130,7 @@ def test_a_product_that_fails_is_every_lane_s_error(tiny_model: Path, monkeypatc
     engine = lce.load(tiny_model, block=BLOCK)
     lanes = [lane_of(engine, engine.prefill(tokens(9, seed=i)), [5]) for i in range(2)]
     monkeypatch.setattr(engine.setup.model, "_of_generated", [None])
-    assert torch.stack(forward(engine.setup.model, lanes)).isnan().all()
+    assert torch.stack(forward(engine.setup.model, lanes, engine.setup.replays)).isnan().all()
     assert [lane.cache.length for lane in lanes] == [9, 9]
     for lane in lanes:
         with pytest.raises(AttributeError):
@@ -139,7 +139,7 @@ def test_a_product_that_fails_is_every_lane_s_error(tiny_model: Path, monkeypatc
 
 def test_from_a_stream_to_the_model_there_are_six_frames(engine: lce.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, depths = type(engine.setup.model), set[int]()
-    call, here = kind.__call__, sys._getframe()
+    embedded, here = kind.embedded, sys._getframe()
 
     def counted(model: Any, *args: Any) -> Tensor:
         frame: FrameType | None = sys._getframe()
@@ -147,11 +147,11 @@ def test_from_a_stream_to_the_model_there_are_six_frames(engine: lce.Engine, mon
         while frame is not None and frame is not here:
             frame, depth = frame.f_back, depth + 1
         depths.add(depth)
-        return call(model, *args)
+        return embedded(model, *args)
 
     stream = engine.stream(tokens(20), max_tokens=4)
     first = next(stream)
-    monkeypatch.setattr(kind, "__call__", counted)
+    monkeypatch.setattr(kind, "embedded", counted)
     assert first.text
     for _ in stream:
         pass

@@ -23,7 +23,8 @@ KINDS = {"qkv": "projections", "o": "projections", "gate_up": "mlp", "down": "ml
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Multiply-adds that the layers are asked for, by what they are for, and those of attention."""
     found = dict.fromkeys(("projections", "mlp", "head", "attention"), 0)
-    project, logits, dense = Layer.project, Model.logits, Attention.dense
+    backend = type(Attention.choose())
+    project, logits, dense = Layer.project, Model.logits, backend.dense
 
     def count_project(self: Layer, name: str, x: Tensor, **more: Any) -> Tensor:
         found[KINDS[name]] += len(x) * self.w[name].numel()
@@ -42,7 +43,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(Layer, "project", count_project)
     monkeypatch.setattr(Model, "logits", count_logits)
-    monkeypatch.setattr(Attention, "dense", count_dense)
+    monkeypatch.setattr(backend, "dense", count_dense)
     return found
 
 

@@ -180,7 +180,8 @@ def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) ->
     """The rows of keys and values that the backend is given, where no head shares its keys."""
     method, rows = methods(3, 3)[name].resolve(WINDOW), []
     said = cost(method, QueryBlock(LENGTH - 1, LENGTH, 3, 3, D)).rows_read  # before `attend` is another
-    attend, dense, routed = type(method).attend, Attention.dense, Attention.routed
+    backend = type(Attention.choose())
+    attend, dense, routed = type(method).attend, backend.dense, backend.routed
 
     def begin(self: Method, *args: Any) -> Tensor:
         rows.clear()
@@ -195,8 +196,8 @@ def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) ->
         return routed(self, q, turns, chunk_ids, *args, **more)
 
     monkeypatch.setattr(type(method), "attend", begin)
-    monkeypatch.setattr(Attention, "dense", count_dense)
-    monkeypatch.setattr(Attention, "routed", count_routed)
+    monkeypatch.setattr(backend, "dense", count_dense)
+    monkeypatch.setattr(backend, "routed", count_routed)
     lce.methods.run(method, *vectors(1, 3, 3, LENGTH, D), window=WINDOW, blocks=[65, 65, 1], prompt=130)
     assert said == sum(rows)
 

@@ -143,13 +143,14 @@ def test_common_keys_are_cut_out() -> None:
 
 def test_common_keys_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, int]] = []
-    dense = Attention.dense
+    backend = type(Attention.choose())
+    dense = backend.dense
 
     def watched(self: Attention, q: Tensor, k: Tensor, *args: object, order: Order, **more: object) -> object:
         read.append((q.shape[1], k.shape[1] - order.unseen))
         return dense(self, q, k, *args, order=order, **more)
 
-    monkeypatch.setattr(Attention, "dense", watched)
+    monkeypatch.setattr(backend, "dense", watched)
     q, k, v = vectors(1, 4, 2, 100, 8)
     lce.methods.run(Delta(method="streaming:sinks=0:local=1", every=10), q, k, v, window=WINDOW, blocks=[60, 40])
     assert read[-4:] == [(4, 61), (1, 10), (1, 20), (1, 30)], "the dense queries 60, 70, 80 and 90 of the second block"

@@ -206,10 +206,13 @@ def test_an_interruption_at_nearly_any_place_loses_nothing(name: str, every: int
 
 
 def test_every_kind_of_step_keeps_what_is_made_once() -> None:
-    rope, backend, cpu = Rope(RopeConfig(), 4, 8), Attention.choose("torch"), torch.device("cpu")
-    for step in (Step(3, 4, rope, backend, 8, 1), DeviceStep(rope, backend, 8, 1, at=torch.tensor([3]), bound=8)):
-        made = [step.once_on_all("x", lambda: torch.zeros(1), cpu) for _ in range(2)]
+    facts: Any = {
+        "rope": Rope(RopeConfig(), 4, 8),
+        "attention": Attention.choose("torch"),
+        "window": 8,
+        "n_kv_heads": 1,
+    }
+    for step in (Step(3, 4, **facts), DeviceStep(torch.tensor([3]), 8, **facts)):
+        made = [step.once("x", lambda: torch.zeros(1)) for _ in range(2)]
         assert made[0] is made[1]
-        assert step.once_on_all("nothing", lambda: None, cpu) is None
-        other = replace(step, memo={}) if type(step) is Step else step
-        assert other.once_on_all("x", lambda: torch.ones(1), cpu) is made[0], "made for the pass, not for the device"
+        assert step.once("nothing", lambda: None) is None

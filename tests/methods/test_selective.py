@@ -169,7 +169,7 @@ def test_plain_choices_become_runs_as_any_choices_do(name: str, gpus: Gpus, monk
         at, layer = torch.zeros(1, dtype=torch.int64, device="cuda"), cache.layers[0]
         for index in (5, 30, 62):
             at.fill_(index)
-            step = DeviceStep(rope, attention, WINDOW, len(k), at=at, bound=63)
+            step = DeviceStep(at, 63, rope=rope, attention=attention, window=WINDOW, n_kv_heads=len(k))
             query = q[:, index : index + 1]
             for own in (False, True):
                 plain = plain_runs(method.selection, query, layer, step, own)
@@ -190,7 +190,7 @@ def test_choices_of_ones_own_are_not_plain(triton_gpus: Gpus, monkeypatch: pytes
     made += [LongHeads(chunk_size=SIZE, chunks=5, **knobs) for knobs in ({"rank": "random"}, {"fix_head": True})]
     q, at = torch.zeros(4, 1, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     rope = Rope(RopeConfig(), 16, WINDOW)
-    step = DeviceStep(rope, Attention.choose("torch"), WINDOW, 2, at=at, bound=64)
+    step = DeviceStep(at, 64, rope=rope, attention=Attention.choose("torch"), window=WINDOW, n_kv_heads=2)
     for method in made:
         layer = KVCache.empty(layout_for(method, 4, torch.zeros(2, 8, 16, device="cuda"), 8, Budgets())).layers[0]
         layer.state["summaries"].write(torch.zeros(4, 2, 16, device="cuda"), 0)  # type: ignore[attr-defined]

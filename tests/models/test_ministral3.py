@@ -53,7 +53,8 @@ def test_queries_grow_with_their_index_in_the_text(tmp_path: Path) -> None:
         return torch.zeros_like(q)
 
     for start, n in ((0, 40), (40, 1), (1_600_000, 3)):
-        model(torch.zeros(n, dtype=torch.int64), torch.arange(start, start + n), attend)
+        x = model.embedded(torch.zeros(n, dtype=torch.int64))
+        model(x, model.attending(attend, torch.arange(start, start + n)))
     queries = torch.cat(seen[::2], dim=1)  # [H, 44, D], of the first layer
     indices = [*range(41), 1_600_000, 1_600_001, 1_600_002]
     expected = torch.tensor([1 + 0.1 * math.log(1 + i // 16) for i in indices])

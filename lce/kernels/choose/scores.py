@@ -7,6 +7,7 @@ from lce.kernels.product import panels
 from lce.kernels.runtime.kernel import DTYPES, Kernels
 from lce.kernels.runtime.shared import LANES, SCORED_COLUMNS, SCORED_KEYS, SCORED_TOKENS
 
+PACKED_AT_ONCE = 8192  # the number of keys or summaries that are packed at a time, which bounds memory
 _scores_of_few, _add_weights = Kernels("scores.scores_of_few"), Kernels("scores.add_weights")
 _weight_sums, _scores_of_many = Kernels("scores.weight_sums"), Kernels("scores.scores_of_many")
 _tops_of, _best_of = Kernels("scores.tops_of"), Kernels("scores.best_of")
@@ -52,6 +53,17 @@ def scores_of_many(q: Tensor, keys: Tensor, into: Tensor | None = None) -> Tenso
     given = panels.pack(q[None]), keys, into, columns, n_keys, dim
     _scores_of_many[q.dtype](-(-n_keys // SCORED_TOKENS), *given, memory=4 * SCORED_TOKENS * dim)
     return into[: n_keys * columns].view(n_keys, columns)[:, :n]
+
+
+def products_of_many(a: Tensor, b: Tensor) -> Tensor:
+    """Return the float32 products `[heads, T, M]` of `a [heads, T, R]` with `b [heads, M, R]`: see `scores_of_many`."""
+    a, parts = a.contiguous(), list[Tensor]()
+    for some in b.split(PACKED_AT_ONCE, dim=1):
+        out = torch.empty(*a.shape[:2], -(-some.shape[1] // LANES) * LANES)
+        for rows, columns, into in zip(a, some.contiguous(), out, strict=True):
+            scores_of_many(columns, rows, into.view(-1))
+        parts.append(out[..., : some.shape[1]])
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
 def weight_sums(q: Tensor, keys: Tensor, lse: Tensor, scale: float, window: int) -> Tensor:

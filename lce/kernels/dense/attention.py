@@ -18,12 +18,12 @@ _LEAST_CHOSEN = 256  # keys of the chosen tiles that a task of a generated token
 _FINISHED_ROWS = 64  # the smallest number of queries that a thread of `finish_chosen` takes
 _LEAST_TASKS = 16  # tasks of a call: all threads have work
 
-_attend, _attend_chosen = Kernels("attention.attend"), Kernels("attention.attend_chosen")
+_dense_tasks, _routed_tasks = Kernels("attention.dense_tasks"), Kernels("attention.routed_tasks")
 _attend_rows, _finish_chosen = Kernels("rows.attend_rows"), Kernels("attention.finish_chosen")
 _attend_rows8 = Kernels("int8_rows.attend_rows")
 
 
-def attend(
+def dense_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -76,11 +76,11 @@ def attend(
         strides = q_head, q_row, *(x * k.itemsize // q.itemsize for x in strides[2:])
     kernels, done = (_steepness(dim), kernel.address, _attend_rows[q.dtype].address), [0] * n_blocks
     given = q, k, v, cos, sin, out, lse, *sizes, generated, place, unseen, n_turns, *strides, *kernels, partial, *done
-    _attend[q.dtype](n_tasks, memory=_memory(n_rows, dim) + more, tail=given)
+    _dense_tasks[q.dtype](n_tasks, memory=_memory(n_rows, dim) + more, tail=given)
     return out, lse
 
 
-class ChosenTiles:
+class RoutedAttention:
     """The attention of queries `q [H, T, D]` to the tiles that each of them chose, `chosen [H, T, K]` (int64).
 
     For slot s of its list, query t is rotated by row `turn[t, s]` of `cos sin [P, D/2]`. `turn` is `[T, K]`, or
@@ -143,7 +143,7 @@ class ChosenTiles:
         given = *tensors, *sizes, *strides, _steepness(dim), self.generated, *kernels
         n_rows = rep * per_block
         memory = _memory(n_rows, dim) + more + 8 * (n_chunks + 1 + n_rows * (n_slots + piece)) + 64
-        _attend_chosen[q.dtype](groups * n_blocks * n_pieces, memory=memory, tail=given)
+        _routed_tasks[q.dtype](groups * n_blocks * n_pieces, memory=memory, tail=given)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return the output `[H, T, D]` and log-sum-exps `[H, T]` (float32); 0 and -inf for a query without a tile."""

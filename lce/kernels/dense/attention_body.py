@@ -43,7 +43,7 @@ def _merge_pieces(states, partial, dim):
 
 
 @by_dtype(kernel)
-def attend(first_task, stop_task, memory, args):
+def dense_tasks(first_task, stop_task, memory, args):
     """Attend all keys: `out [H, T, D]` and `lse [H, T]` of `q [H, T, D]` and `k v [G, N, D]`.
 
     A task is a block of `per_block` queries of the heads of a group, with one piece of the keys if `split`; tasks with
@@ -193,7 +193,7 @@ def _attend_in_turn(own, turns, tiles, vectors, stored_at, size, dim, queries, g
 
 
 @by_dtype(kernel)
-def attend_chosen(first_task, stop_task, memory, args):
+def routed_tasks(first_task, stop_task, memory, args):
     """Add attention of queries `[H, T, D]` to their chosen tiles to sums `[H · T, pieces, wide]`; H = groups · rep.
 
     A task is some queries of the heads of a group, with `piece` of their K slots. Queries are rotated for each slot. A

@@ -18,10 +18,10 @@ ENOUGH = 264  # programs that keep a GPU with 132 processors busy
 SHORTEST = 256  # the smallest number of keys of a piece, if keys are split into pieces
 
 
-def attend(
+def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, *turn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of `q [H, T, D]` to `k v [G, N, D]`, N ≥ 1, as `lce.kernels.dense.attention.attend` does.
+    """Compute attention of `q [H, T, D]` to `k v [G, N, D]`, N ≥ 1, as `dense_attention` on CPUs does.
 
     If given, `turn` is the cosines and sines `[T, D/2]` that rotate the queries. The query heads of a KV head are rows
     of one matrix product, which reads the keys once. If few programs would run, the keys are split into pieces, and
@@ -45,14 +45,14 @@ def attend(
     turns = tuple(x.contiguous() for x in turn)
     sizes = n_queries, n_keys, n_keys if window is None else window, n_blocks, n_pieces, piece, n_heads
     seen = {"CAUSAL": causal, "WINDOW": causal and window is not None}
-    launch(_attend, grid, *vectors, turns, out, lse, sizes, score_scale(dim), REP=rep, **seen, B=blocks, **options)
+    launch(_dense_rows, grid, *vectors, turns, out, lse, sizes, score_scale(dim), REP=rep, **seen, B=blocks, **options)
     return (out, lse) if n_pieces == 1 else merging.merge_pieces(out, lse, q.dtype)
 
 
-def attend_tiles(
+def tile_attention(
     q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Compute attention of each row to its tile, as `lce.kernels.dense.attention.attend_tiles` does.
+    """Compute attention of each row to its tile, as `lce.kernels.dense.attention.tile_attention` does.
 
     Rows are sorted by tile, and a program computes a block of rows that attend the same tile. With up to 4 queries,
     each row has its own program instead. The host does not wait for the device. Time for A rows and L keys per tile:
@@ -78,9 +78,7 @@ def attend_tiles(
     sorting, vectors = (order, starts, block_tile), (heads(q), heads(k), heads(v))
     sizes, constants = (n_queries, n_slots, cos.shape[1], n_tiles, size), {"ALONE": alone, "B": blocks, **options}
     scale, even = score_scale(dim), size % blocks.keys == 0
-    launch(
-        _attend_tiles, block_tile.shape, *vectors, (cos, sin), sorting, out, lse, sizes, scale, EVEN=even, **constants
-    )
+    launch(_tile_rows, block_tile.shape, *vectors, (cos, sin), sorting, out, lse, sizes, scale, EVEN=even, **constants)
 
 
 def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,7 +120,9 @@ def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> tuple[Blocks, dict[str
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, B: constexpr):
+def _dense_rows(
+    q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: constexpr, WINDOW: constexpr, B: constexpr
+):
     """Compute attention of a block of rows to a piece of a KV head's keys.
 
     Row `t · REP + r` is query t of the r-th of the REP query heads that share the KV head. The keys `first..stop-1` of
@@ -177,7 +177,7 @@ def _attend(q, k, v, turn, out, lse, sizes, scale, REP: constexpr, CAUSAL: const
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def _attend_tiles(q, k, v, turn, sorting, out, lse, sizes, scale, ALONE: constexpr, EVEN: constexpr, B: constexpr):
+def _tile_rows(q, k, v, turn, sorting, out, lse, sizes, scale, ALONE: constexpr, EVEN: constexpr, B: constexpr):
     """Compute attention of a block of rows to tile `block_tile[program]`; with ALONE, only of row number `program`.
 
     With EVEN, a tile has whole blocks of keys, which need no mask.

@@ -80,7 +80,7 @@ class Kernel:
 
         Each thread has `memory` bytes of its own; a `tail` is one more argument, an address: as `threads.run` says.
         """
-        args, tail = [_word(x) for x in given], [_word(x) for x in tail]
+        args, tail = ([x if type(x) is int else _word(x) for x in some] for some in (given, tail))
         if _thread.calls is not None:
             _thread.calls.append((self.address, n, args, least, memory, tail))
         run = threads.run if _thread.slices is None else _thread.slices.run

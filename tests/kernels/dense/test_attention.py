@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.kernels.dense.attention import ChosenTiles, attend
+from lce.kernels.dense.attention import RoutedAttention, dense_attention
 from tests.kernels.truth import attended, random
 
 MOST = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
@@ -28,7 +28,7 @@ def test_shapes_at_the_borders_of_blocks(shape: tuple[int, int, int, int, int, i
         found, within = [], window if causal else None
         for n in (1, 2):
             torch.set_num_threads(n)
-            found.append(attend(q, k, v, causal, within))
+            found.append(dense_attention(q, k, v, causal, within))
         (out, lse), other = found
         assert all(map(torch.equal, (out, lse), other))
         expected, expected_lse = attended(q, k, v, causal, within)
@@ -46,7 +46,7 @@ def test_scores_that_rise_or_fall_from_key_to_key(n_queries: int, slope: float, 
     q = torch.ones(2, n_queries, dim).to(dtype)
     k = (torch.arange(n_keys)[:, None] * slope / math.sqrt(dim)).expand(2, n_keys, dim).to(dtype).contiguous()
     v = torch.randn(2, n_keys, dim).to(dtype)
-    out, lse = attend(q, k, v, causal=False)
+    out, lse = dense_attention(q, k, v, causal=False)
     expected, expected_lse = attended(q, k, v, causal=False)
     rounding = 1e-6 * expected_lse.abs().max()  # of scores in float32
     assert (out - expected).abs().max() < max(MOST[dtype], rounding)
@@ -62,7 +62,7 @@ def test_no_nan_is_hidden(n_queries: int, which: str, dtype: torch.dtype) -> Non
         k, v = (torch.randn(2, n_keys, dim).to(dtype) for _ in range(2))
         damaged = {"q": q, "k": k, "v": v}[which]
         damaged[0].view(-1, dim)[0, 3] = math.nan
-        out, _ = attend(q, k, v, causal=False)
+        out, _ = dense_attention(q, k, v, causal=False)
         assert torch.equal(out.isnan().any(-1), attended(q, k, v, causal=False)[0].isnan().any(-1))
 
 
@@ -71,10 +71,10 @@ def test_no_nan_is_hidden(n_queries: int, which: str, dtype: torch.dtype) -> Non
 def test_what_a_call_leaves_in_memory_changes_no_bit(n_queries: int, n_keys: int, dtype: torch.dtype) -> None:
     """Kernels of all contexts share a thread's memory."""
     q, k = torch.randn(2, n_queries, 64).to(dtype), torch.randn(1, n_keys, 64).to(dtype)
-    out, lse = attend(q, k, k, causal=True)
+    out, lse = dense_attention(q, k, k, causal=True)
     bad = torch.full((1, 256, 64), math.nan).to(dtype)
-    attend(q, bad, bad, causal=True)
-    again = attend(q, k, k, causal=True)
+    dense_attention(q, bad, bad, causal=True)
+    again = dense_attention(q, k, k, causal=True)
     assert all(map(torch.equal, (out, lse), again))
 
 
@@ -83,7 +83,7 @@ def test_no_nan_is_hidden_among_tiles(which: str, dtype: torch.dtype) -> None:
     q, k, v = torch.randn(2, 3, 64).to(dtype), torch.randn(4, 32, 64).to(dtype), torch.randn(4, 32, 64).to(dtype)
     {"q": q, "k": k, "v": v}[which][..., 0] = math.nan
     cos, sin = torch.ones(3, 32, dtype=dtype), torch.zeros(3, 32, dtype=dtype)
-    found = ChosenTiles(q, cos, sin, torch.arange(3)[:, None], torch.arange(2).expand(2, 3, 2))
+    found = RoutedAttention(q, cos, sin, torch.arange(3)[:, None], torch.arange(2).expand(2, 3, 2))
     found.add(k, v, torch.arange(4).view(2, 2))
     assert found.finish()[0].isnan().any(-1).all()
 
@@ -102,7 +102,7 @@ def test_rounds_of_tiles_and_threads_change_no_bit(
     rotated = angle.cos().to(dtype), angle.sin().to(dtype), torch.randint(0, 9, (n_queries, 5))
 
     def run(order: Tensor, threads: int, *rounds: Tensor) -> tuple[Tensor, Tensor]:
-        found = ChosenTiles(q, *rotated, chosen)
+        found = RoutedAttention(q, *rotated, chosen)
         torch.set_num_threads(threads)
         for tile in rounds:
             found.add(k[order.argsort()], v[order.argsort()], torch.where(tile < 0, tile, order[tile]))
@@ -117,7 +117,7 @@ def test_rounds_of_tiles_and_threads_change_no_bit(
     assert torch.equal(lse > -math.inf, seen)
     assert not out[~seen].any()
     for head in range(6):  # a head alone
-        found = ChosenTiles(q[head : head + 1], *rotated, chosen[head : head + 1])
+        found = RoutedAttention(q[head : head + 1], *rotated, chosen[head : head + 1])
         found.add(k, v, tile[head // 3 : head // 3 + 1])
         alone = found.finish()
         assert (alone[0] - out[head : head + 1]).abs().max() < MOST[dtype]

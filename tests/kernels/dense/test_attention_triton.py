@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lce.kernels.dense.attention_triton import attend, attend_tiles, sorted_blocks
+from lce.kernels.dense.attention_triton import dense_attention, sorted_blocks, tile_attention
 from lce.kernels.rows.rows_triton import takes
 from tests.attention.truth import turned
 from tests.kernels.truth import DEVICE, MOST, ON_GPU, attended, on_device, random, rotated
@@ -53,7 +53,7 @@ def test_attend(case: tuple[int, int, int, int, int, bool, int | None, torch.dty
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     truth = attended(rotated(q, cos, sin).to(dtype) if turn else q, k, v, causal, window if causal else None)
     turns = on_device(cos, sin) if turn else ()
-    out, lse = attend(q.to(DEVICE), buffer_slice(k), buffer_slice(v), causal, window, *turns)
+    out, lse = dense_attention(q.to(DEVICE), buffer_slice(k), buffer_slice(v), causal, window, *turns)
     assert out.dtype == dtype
     assert (out.cpu() - truth[0]).abs().max() < MOST[dtype]
     assert (lse.cpu() - truth[1]).abs().max() < MOST[dtype]
@@ -63,7 +63,7 @@ def test_attend(case: tuple[int, int, int, int, int, bool, int | None, torch.dty
 def test_no_nan_is_hidden(which: str) -> None:
     vectors = {name: random(1, 40, 32, dtype=torch.float32, seed=1) for name in "qkv"}
     vectors[which][0, 2, 3] = math.nan
-    out, _ = attend(*on_device(*vectors.values()), causal=False)
+    out, _ = dense_attention(*on_device(*vectors.values()), causal=False)
     seen = [2] if which == "q" else list(range(40))
     assert out[0].isnan().any(-1).nonzero().flatten().tolist() == seen
 
@@ -78,7 +78,7 @@ TILES = [  # H, T, slots, L, D, a turn for each slot, dtype
 
 
 @pytest.mark.parametrize("case", TILES, ids=str)
-def test_attend_tiles(case: tuple[int, int, int, int, int, bool, torch.dtype]) -> None:
+def test_tile_attention(case: tuple[int, int, int, int, int, bool, torch.dtype]) -> None:
     """Some rows have no tile: what `out` holds for them stays. Tiles that nobody chose are not read."""
     n_heads, n_queries, n_slots, size, dim, per_slot, dtype = case
     n_tiles = 8
@@ -91,7 +91,7 @@ def test_attend_tiles(case: tuple[int, int, int, int, int, bool, torch.dtype]) -
     tile[:, :, 0] = n_tiles - 1 if n_queries > 4 else tile[:, :, 0]
     out, lse = torch.full((tile.numel(), dim), 7, dtype=dtype), torch.full((tile.numel(),), 7.0)
     q_, cos_, sin_, tile_, k_, v_, out_, lse_ = on_device(q, cos, sin, tile.view(-1), k, v, out, lse)
-    attend_tiles(q_, cos_, sin_, tile_, k_, v_, out_, lse_)
+    tile_attention(q_, cos_, sin_, tile_, k_, v_, out_, lse_)
     for a, which in enumerate(tile.view(-1).tolist()):
         if which < 0:
             assert (out_[a] == 7).all()
@@ -113,10 +113,10 @@ def test_a_row_does_not_depend_on_the_rows_and_tiles_beside_it() -> None:
     tile = torch.arange(n_queries * 2) % 6
     q, cos, sin, k, tile = on_device(q, cos, sin, k, tile)
     whole, parts = torch.zeros(2, 40, dim).bfloat16().to(DEVICE), torch.zeros(2, 40).to(DEVICE)
-    attend_tiles(q, cos, sin, tile, k, k, whole[0], parts[0])
+    tile_attention(q, cos, sin, tile, k, k, whole[0], parts[0])
     for some in (0, 1):  # the even tiles, then the odd ones
         own = torch.where(tile % 2 == some, tile // 2, -1)
-        attend_tiles(q, cos, sin, own, k[some::2], k[some::2], whole[1], parts[1])
+        tile_attention(q, cos, sin, own, k[some::2], k[some::2], whole[1], parts[1])
     assert torch.equal(whole[0], whole[1])
     assert torch.equal(parts[0], parts[1])
 

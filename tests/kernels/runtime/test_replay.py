@@ -332,7 +332,8 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
             shift = turn // 5 % len(lanes)
             some = [*lanes[shift:], *lanes[:shift]][:n]
             now = [lane_of(engines[name].setup, each, [5 + turn], decoding=True) for name, each in some]
-            found.append(torch.stack(forward(engines[some[0][0]].setup.model, now)))
+            own = engines[some[0][0]].setup
+            found.append(torch.stack(forward(own.model, now, own.replays)))
             for lane in now:
                 lane.check()
         return found

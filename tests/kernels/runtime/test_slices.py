@@ -30,12 +30,12 @@ def read(engine: lce.Engine, context: lce.Context, ids: Sequence[int], slices: S
         for first in range(0, len(ids), engine.setup.block):
             block = ids[first : first + engine.setup.block]
             context.token_ids.extend(block)
-            lane = append(engine.setup, context, block, slices=slices)
+            lane = append(engine.setup, context, [block], slices=slices)
             assert lane.hidden is not None
             found.append(lane.hidden.clone())
         for token_id in (5, 6, 7, 8):
             context.token_ids.append(token_id)
-            found.append(append(engine.setup, context, [token_id], decoding=True).logits)  # type: ignore[arg-type]
+            found.append(append(engine.setup, context, [[token_id]], decoding=True).logits)  # type: ignore[arg-type]
     return found
 
 
@@ -62,7 +62,7 @@ def test_every_method_reads_the_same_in_slices(options: dict[str, Any], n_thread
 def step(engine: lce.Engine, context: lce.Context) -> Tensor:
     """Decode one token; return the logits after it."""
     context.token_ids.append(9)
-    logits = append(engine.setup, context, [9], decoding=True).logits
+    logits = append(engine.setup, context, [[9]], decoding=True).logits
     assert logits is not None
     return logits
 
@@ -100,9 +100,9 @@ def test_a_pause_that_raises_ends_the_pass_and_leaves_the_cache(tmp_path: Path) 
     slices = Slices(pause)
     context.token_ids.extend(tokens(48))
     with pytest.raises(KeyError, match="mine"):
-        append(engine.setup, context, tokens(48), slices=slices)
+        append(engine.setup, context, [tokens(48)], slices=slices)
     assert context.cache.length == 0
-    ours = append(engine.setup, context, tokens(48), slices=slices).logits
+    ours = append(engine.setup, context, [tokens(48)], slices=slices).logits
     assert torch.equal(ours, engine.prefill(tokens(48)).logits)  # type: ignore[arg-type]
     assert kernel._thread.slices is None
 

@@ -148,7 +148,9 @@ def test_scaling_is_on_queries_and_keys_once(name: str, knobs: dict[str, Any], m
 
 def test_spans_of_queries() -> None:
     def spans(method: Method, start: int, stop: int) -> list[list[list[int]]] | None:
-        step = Step(start, stop, Rope(RopeConfig(), 8, SHORT), Attention.choose(), SHORT, 2)
+        step = Step(
+            start, stop, rope=Rope(RopeConfig(), 8, SHORT), attention=Attention.choose(), window=SHORT, n_kv_heads=2
+        )
         return distances.spans_by_query(method, 0, step)
 
     assert spans(LongHeads(chunk_size=4, chunks=3), 5, 8) == [[[4, 6]], [[4, 7]], [[4, 8]]]
