@@ -3,19 +3,9 @@
 import numpy as np
 from numba import carray, float32, int64, uint32
 
+from lce.kernels.runtime import numbers
 from lce.kernels.runtime.compiling import by_dtype, inner, kernel, number_of
-from lce.kernels.runtime.numbers import (
-    exp,
-    gate_power,
-    itemsize,
-    pointer,
-    read,
-    read_row,
-    stored,
-    sum_of_squares,
-    write,
-    write_row,
-)
+from lce.kernels.runtime.numbers import exp, gate_power, itemsize, pointer, read, read_row, stored, write, write_row
 from lce.kernels.runtime.shared import TAKEN_ROWS, WORD
 
 
@@ -31,7 +21,7 @@ def norm(first, stop, memory, x_at, weight_at, out_at, head_stride, row_stride, 
     for i in range(first, stop):
         read_row(x_at, i // n * head_stride + i % n * row_stride, dim, flags & 1, row)
         if weight_at:
-            scale = np.float32(1) / np.sqrt(sum_of_squares(row) / np.float32(dim) + number_of(eps))
+            scale = np.float32(1) / np.sqrt(numbers.sum_of_squares(row) / np.float32(dim) + number_of(eps))
             for j in range(dim):
                 row[j] = row[j] * scale * weight[j]
         if flags & 8:

@@ -11,21 +11,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from lce.kernels.runtime import vectors
 from lce.kernels.runtime.compiling import features
 from lce.kernels.runtime.shared import LANES, MIXED, SUPER, Layout
-from lce.kernels.runtime.vectors import (
-    FLOATS,
-    WORDS,
-    const,
-    fetch,
-    i64,
-    loop,
-    multiply_add,
-    procedure,
-    splat,
-    store,
-    transposed,
-)
+from lce.kernels.runtime.vectors import FLOATS, WORDS, const, i64, loop, multiply_add, procedure, store, transposed
 
 _WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
 _STEP = 4 if _WIDE else 1  # the most vectors of codes in one step of the innermost loop, so that registers suffice
@@ -44,7 +33,7 @@ def _load(builder: Any, kind: Any, address: Any, index: Any) -> Any:
 
 def _load_splat(builder: Any, kind: Any, address: Any, index: Any) -> Any:
     """Emit a load of number `index` from an array into all lanes of a vector of type `kind`."""
-    return splat(builder, _load(builder, kind.element, address, index), kind)
+    return vectors.splat(builder, _load(builder, kind.element, address, index), kind)
 
 
 def _loaded(builder: Any, bits: int, codes: Any, first: Any, n: int) -> Iterator[tuple[Any, Any]]:
@@ -56,10 +45,10 @@ def _loaded(builder: Any, bits: int, codes: Any, first: Any, n: int) -> Iterator
     n_alike = 4 // more if more else n  # vectors that share one of bits above, which follows them
     n_loaded = n_alike + bool(more)
     for start in range(0, n, n_loaded):
-        vectors = [_load(builder, WORDS, codes, builder.add(first, i64(start + j))) for j in range(n_loaded)]
+        words = [_load(builder, WORDS, codes, builder.add(first, i64(start + j))) for j in range(n_loaded)]
         for j in range(n_alike):
-            last = builder.bitcast(vectors[-1], _PAIRED)
-            yield vectors[j], builder.lshr(last, const(_PAIRED, more * j)) if more else None
+            last = builder.bitcast(words[-1], _PAIRED)
+            yield words[j], builder.lshr(last, const(_PAIRED, more * j)) if more else None
 
 
 def _codes(builder: Any, layout: Layout, words: Any, above: Any) -> Iterator[tuple[Any, int]]:
@@ -172,7 +161,9 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
             def add_vectors(step: Any, before: Any) -> Any:
                 sums, vector = dict(before), builder.add(first, builder.mul(step, i64(n_unrolled)))
                 for j in range(n_unrolled):
-                    fetch(builder, builder.add(codes, builder.mul(builder.add(vector, i64(_AHEAD + j)), i64(_VECTOR))))
+                    vectors.fetch(
+                        builder, builder.add(codes, builder.mul(builder.add(vector, i64(_AHEAD + j)), i64(_VECTOR)))
+                    )
                 pairs = (_pairs(builder, bits, in_place, *v) for v in _loaded(builder, bits, codes, vector, n_unrolled))
                 for n, weights in enumerate(itertools.chain.from_iterable(pairs)):
                     number = builder.add(builder.mul(step, i64(size // 2 // n_steps)), i64(n))

@@ -12,23 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lce.kernels.runtime import levels
+from lce.kernels.runtime import levels, shared
 from lce.kernels.runtime.kernel import DTYPES, Kernels
-from lce.kernels.runtime.shared import (
-    FEW_INPUTS,
-    FEW_ROWS,
-    GATES,
-    MOST_ROWS,
-    PACKED_ROWS,
-    PANEL_COLUMNS,
-    PANEL_INPUTS,
-    PANEL_ROWS,
-    Gate,
-)
+from lce.kernels.runtime.shared import FEW_ROWS, GATES, MOST_ROWS, PACKED_ROWS, PANEL_COLUMNS, PANEL_ROWS, Gate
 
 SCRATCH = 4 << 20  # the most bytes of unpacked weights that a thread keeps: these fit caches
 PACKED = 16 << 20  # the most bytes of packed rows of x that a thread keeps, except that it packs a task's rows
-_MEMORY = 4 * PANEL_ROWS * (2 * PANEL_COLUMNS + PANEL_INPUTS + 34)  # of a thread, in bytes
+_MEMORY = 4 * PANEL_ROWS * (2 * PANEL_COLUMNS + shared.PANEL_INPUTS + 34)  # of a thread, in bytes
 _LEAST_PACKED = 1 << 17  # the smallest number of numbers that a thread packs: fewer take less time than waking a thread
 _pack, _product, _plain = Kernels("panels.pack"), Kernels("panels.product"), Kernels("few_rows.plain")
 _thread = threading.local()  # `memory`: this thread's scratch memory, by its use
@@ -146,7 +136,7 @@ def _sums(x: Tensor, weight: Tensor | Packed) -> Tensor:
     sums = _scratch("sums", len(x) * n_tasks * FEW_ROWS, torch.float32).view(len(x), -1)
     if isinstance(weight, Tensor):
         kernel = _plain[weight.dtype, x.dtype]
-        kernel(n_tasks, x, weight, sums, len(x), n_rows, size, memory=4 * FEW_INPUTS * FEW_ROWS)
+        kernel(n_tasks, x, weight, sums, len(x), n_rows, size, memory=4 * shared.FEW_INPUTS * FEW_ROWS)
     else:
         weight.sums(x, sums)
     return sums

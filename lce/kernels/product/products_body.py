@@ -3,19 +3,9 @@
 import numpy as np
 from numba import carray, float32, int64
 
-from lce.kernels.runtime import tiles
+from lce.kernels.runtime import numbers, tiles
 from lce.kernels.runtime.compiling import ByDtype, by_dtype, features, inner, kernel, number_of
-from lce.kernels.runtime.numbers import (
-    exp,
-    gate_power,
-    itemsize,
-    pointer,
-    read,
-    read_row,
-    stored,
-    sum_of_squares,
-    write_row,
-)
+from lce.kernels.runtime.numbers import exp, gate_power, itemsize, pointer, read, read_row, stored, write_row
 from lce.kernels.runtime.shared import BEGUN_BYTES, LANES, MOST_ROWS, PRODUCT_ROWS
 
 _TOGETHER = 2 if "avx512f" in features() else 1  # weight rows that are multiplied at a time with four rows of x
@@ -43,7 +33,7 @@ def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, out_r
         for i in range(n):
             read_row(x_at, i * size, size, wide_x, x[i])
             if norm_at:
-                scale = np.float32(1) / np.sqrt(sum_of_squares(x[i, :size]) / np.float32(size) + number_of(eps))
+                scale = np.float32(1) / np.sqrt(numbers.sum_of_squares(x[i, :size]) / np.float32(size) + number_of(eps))
                 for j in range(size):
                     x[i, j] = x[i, j] * scale * read(norm[j])
     for task in range(begin, end):

@@ -9,20 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lce.kernels.product.products import around_product
+from lce.kernels.runtime import shared
 from lce.kernels.runtime.kernel import Kernels
-from lce.kernels.runtime.shared import (
-    BEGUN_BYTES,
-    FEW_INPUTS,
-    FEW_ROWS,
-    LANES,
-    MIXED,
-    MOST_ROWS,
-    QUANTISED_TASK,
-    SUPER,
-    Layout,
-)
+from lce.kernels.runtime.shared import FEW_INPUTS, FEW_ROWS, LANES, MOST_ROWS, Layout
 
-_TASK_ROWS = QUANTISED_TASK * LANES  # rows of a matrix that a thread takes at a time
+_TASK_ROWS = shared.QUANTISED_TASK * LANES  # rows of a matrix that a thread takes at a time
 _BYTES = 0x0101_0101_0101_0101  # 1 in each byte
 _EDGE = 4 * LANES * 32  # bytes of the memory of kernels that unpack
 
@@ -45,7 +36,7 @@ class QuantisedMatrix:
         for name, expected in parts_of(layout, *self.shape).items():
             assert (stored[name].shape, stored[name].dtype) == expected, (name, stored[name].shape, expected)
             assert stored[name].is_contiguous(), name
-        assert not layout.nested or self.shape[1] % SUPER == 0, self.shape
+        assert not layout.nested or self.shape[1] % shared.SUPER == 0, self.shape
         self._stored = stored["codes"], stored["scales"], stored.get(layout.low), stored.get("supers")
 
     def pack(self, weight: Tensor) -> None:
@@ -71,7 +62,9 @@ class QuantisedMatrix:
         dtype, out, n_out, given = around_product(x, *self.shape, bias, **around)
         assert not around.get("gate") or n_out % LANES == 0, self.shape
         padded = -(-self.shape[1] // self.layout.group) * self.layout.group
-        memory = BEGUN_BYTES + MOST_ROWS * (4 * padded + 8 * padded // self.layout.group + 8 * LANES) + 4 * padded
+        memory = (
+            shared.BEGUN_BYTES + MOST_ROWS * (4 * padded + 8 * padded // self.layout.group + 8 * LANES) + 4 * padded
+        )
         kernel = _product[self.layout, dtype]
         kernel(-(-n_out // _TASK_ROWS), x, *self._stored, *given, memory=memory)
         return out
@@ -130,7 +123,7 @@ def arrange(layout: Layout, codes: NDArray[np.int8], out: Tensor) -> None:
         eight |= odd << np.uint64(8)
         eight |= eight >> np.uint64(24)
         words = eight.astype(np.uint32)
-        if layout.bits in MIXED:
+        if layout.bits in shared.MIXED:
             pieces = words.reshape(n_rows, -1, 4 // (layout.bits - 4)), _above(high, layout.bits - 4)[:, :, None]
             words = np.concatenate(pieces, axis=2).reshape(n_rows, -1)
         put(words, out.view(torch.uint32))

@@ -14,20 +14,9 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int64, uint32
 
-from lce.kernels.runtime import tiles, vectors
+from lce.kernels.runtime import numbers, tiles, vectors
 from lce.kernels.runtime.compiling import ByDtype, arguments, by_dtype, inner, kernel, number_of, separate
-from lce.kernels.runtime.numbers import (
-    bits_of_float,
-    exp2,
-    float_of_bits,
-    following,
-    itemsize,
-    log2,
-    pointer,
-    read,
-    stored,
-    write,
-)
+from lce.kernels.runtime.numbers import bits_of_float, float_of_bits, following, itemsize, pointer, read, stored, write
 from lce.kernels.runtime.shared import KEYS
 from lce.kernels.runtime.vectors import largest, prefetch_far
 
@@ -165,13 +154,13 @@ def _soften(scores, first, stop, together, scale, state, sums, dim):
             unseen[i] = LOWEST
     peak = largest(scores[begin:].ctypes.data, end - begin) * scale
     if peak > state[0] + NEAR:
-        shrink = exp2(state[0] - peak)
+        shrink = numbers.exp2(state[0] - peak)
         state[0], state[1] = peak, state[1] * shrink
         for d in range(dim):
             sums[d] *= shrink
     top, total, seen = state[0], np.float32(0), scores[begin:end]
     for i in range(len(seen)):
-        weight = exp2(seen[i] * scale - top)
+        weight = numbers.exp2(seen[i] * scale - top)
         seen[i] = weight
         total += weight
     state[1] += total
@@ -361,7 +350,7 @@ def finish(state, sums, out, lse, at, dim):
     share = np.float32(1) / state[1] if seen else np.float32(0)
     for d in range(dim):
         out[at, d] = write(sums[d] * share)
-    lse[at] = (state[0] + log2(state[1])) * np.float32(math.log(2)) if seen else np.float32(-np.inf)
+    lse[at] = (state[0] + numbers.log2(state[1])) * np.float32(math.log(2)) if seen else np.float32(-np.inf)
 
 
 @by_dtype(inner)

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import lce.kernels
 from lce.kernels.runtime.compiling import ByDtype
 from lce.kernels.runtime.shared import ITEMSIZE
 
@@ -35,5 +34,5 @@ def _modules() -> dict[str, ModuleType]:
     """Return the modules with bodies of kernels, by their names without `_body`."""
     return {
         file.stem.removesuffix("_body"): importlib.import_module(f"lce.kernels.{file.parent.name}.{file.stem}")
-        for file in Path(lce.kernels.__file__).parent.glob("*/*_body.py")
+        for file in sorted(Path(__file__).parent.parent.glob("*/*_body.py"))
     }

@@ -105,19 +105,6 @@ def sum_of_squares(x):
     return total
 
 
-# The coefficients of `e**r` behind `1 + r`, and of `2**r`, for small r: that of the highest power comes first.
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_EXP2 = (1.53375769e-4, 1.33998604e-3, 9.61851953e-3, 5.55032900e-2, 2.40226466e-1, 6.93147206e-1, 1.0)
-
-
-@inner
-def _polynomial(x, coefficients):
-    y = np.float32(coefficients[0])
-    for each in coefficients[1:]:
-        y = y * x + np.float32(each)
-    return y
-
-
 @inner
 def exp(x):
     """Compute `e**x` in float32 for x ≤ 88, to within 2 units in the last place; NaN for NaN.
@@ -127,7 +114,13 @@ def exp(x):
     x = np.float32(-87.33) if x < np.float32(-87.33) else np.float32(x)
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
-    y = _polynomial(r, _EXP) * r * r + r + np.float32(1)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    y = p * r * r + r + np.float32(1)
     return y * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
 
 
@@ -149,8 +142,15 @@ def exp2(x):
     y = np.float32(-126) if x < np.float32(-126) else np.float32(x)
     n = np.floor(y + np.float32(0.5))
     r = y - n
+    p = np.float32(1.53375769e-4)
+    p = p * r + np.float32(1.33998604e-3)
+    p = p * r + np.float32(9.61851953e-3)
+    p = p * r + np.float32(5.55032900e-2)
+    p = p * r + np.float32(2.40226466e-1)
+    p = p * r + np.float32(6.93147206e-1)
+    p = p * r + np.float32(1)
     power = float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
-    return np.float32(0) if x < np.float32(-126) else _polynomial(r, _EXP2) * power
+    return np.float32(0) if x < np.float32(-126) else p * power
 
 
 @inner

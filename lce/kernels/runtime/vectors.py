@@ -124,10 +124,10 @@ def multiply_add(builder: Any, pairs: bool, x: Any, y: Any, total: Any) -> Any:
         return builder.add(total, shuffle(builder, sums[0], sums[1], range(LANES)))
     if "avx2" in features():
         return builder.add(total, _pairs_added(builder, x, y))
-    wide = ir.VectorType(I32, 2 * lanes)
-    products = builder.mul(builder.sext(x, wide), builder.sext(y, wide))
-    even, odd = (shuffle(builder, products, products, range(first, 2 * lanes, 2)) for first in (0, 1))
-    return builder.add(total, builder.add(even, odd))
+    sixteen, words = const(total.type, 16), [builder.bitcast(each, total.type) for each in (x, y)]
+    low = builder.mul(*(builder.ashr(builder.shl(each, sixteen), sixteen) for each in words))
+    high = builder.mul(*(builder.ashr(each, sixteen) for each in words))
+    return builder.add(total, builder.add(low, high))
 
 
 def _pairs_added(builder: Any, x: Any, y: Any) -> Any:
