@@ -22,6 +22,7 @@ from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
 from lce.attention.turn import SlotTurns, Turn, rotate
 from lce.errors import UsageError, nearest, shown
 from lce.kernels.code.shared import ALIGNED, READ_PIECE
+from lce.kernels.cpu.attention import LaneQueries
 from lce.kernels.cpu.kernel import DTYPES
 from lce.kernels.cpu.merging import merged
 from lce.profiling import count_dense, count_routed, timed
@@ -119,6 +120,10 @@ class Attention(ABC):
         if q.shape[1] == 0 or k.shape[1] == 0:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
         return self.attend_in_order(q, k, v, order, causal=causal, window=window, turn=turn)
+
+    def lanes(self, q: Tensor, turn: Turn, spans: Sequence[tuple[int, int]]) -> LaneQueries | None:
+        """Return what attends a generated token of each of several texts, or None: see `LaneQueries`."""
+        return None
 
     def attend_in_order(self, q: Tensor, k: Tensor, v: Tensor, order: Order, **how: Any) -> Attended:
         """Do what `dense` does; sums may have any order."""

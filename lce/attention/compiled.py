@@ -1,6 +1,6 @@
 """The backend of lce's own compiled kernels for CPUs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from types import ModuleType
 from typing import Any
@@ -45,6 +45,9 @@ class Compiled(Torch):
         if self.kernels(q, k, v, *(how["turn"] or ())) is not attention:
             return super().attend_in_order(q, k, v, order, **how)
         return attention.attend(q, k, v, how["causal"], how["window"], *turn, *astuple(order))
+
+    def lanes(self, q: Tensor, turn: Turn, spans: Sequence[tuple[int, int]]) -> attention.LaneQueries | None:
+        return attention.LaneQueries(q, *turn, spans) if self.kernels(q, *turn) is attention else None
 
     def attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Compute the attention to each tile separately, so that no result depends on other tiles."""

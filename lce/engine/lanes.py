@@ -8,8 +8,10 @@ one by one, have the bits of their own steps.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +19,13 @@ from torch import Tensor
 from lce.cache.kv import KVCache
 from lce.errors import ModelError
 from lce.methods.run import Block, Driver
+from lce.methods.span_lanes import SpanLanes
 from lce.models.layers import Model
 from lce.models.products import SHARED_ROWS, Slices, put_tokens, seam, sliced
 from lce.models.rope import Rope
 from lce.profiling import timed
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -91,10 +96,10 @@ class Lane:
                 self.fail(error)
         return torch.zeros_like(q)
 
-    def memory(self) -> list[list[tuple[int, int]]] | None:
-        """Return `Block.memory` of the lane's pass; None if the lane fails."""
+    def attempt(self, what: Callable[[Block], T]) -> T | None:
+        """Return what a function does with the lane's block; None if the lane fails."""
         try:
-            return None if self.error else self.block.memory()
+            return None if self.error else what(self.block)
         except Exception as error:
             self.fail(error)
             return None
@@ -135,7 +140,7 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
                     indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
                     generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
-                    attend = _LanesAttend(begun, sizes) if generated and sum(sizes) > 1 else begun[0].block
+                    attend = _LanesAttend(begun, sizes) if generated else begun[0].block
                     with sliced(None if generated else slices):
                         hidden = model(ids, indices, attend, generated)
                     last = model.logits(hidden if generated else hidden[-1:], drawn=True)
@@ -171,8 +176,16 @@ class _LanesAttend:
 
     def __init__(self, lanes: Sequence[Lane], sizes: Sequence[int]) -> None:
         self.lanes, self.sizes = lanes, sizes
+        self._spans: SpanLanes | None = None  # set by `memory`, if one call of Python serves all lanes
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._spans is not None:
+            with suppress(Exception):  # below, a lane that fails fails alone
+                if (out := self._spans(layer, q, k, v)) is not None:
+                    return out
+            self._spans = None
+        if self.sizes == [1]:
+            return self.lanes[0].attend(layer, q, k, v)
         joined, first = q.new_empty(q.shape[1], len(q), q.shape[2]).transpose(0, 1), 0
         for lane, size in zip(self.lanes, self.sizes, strict=True):
             out = lane.attend(layer, *(x[:, first : first + size] for x in (q, k, v)))
@@ -182,10 +195,16 @@ class _LanesAttend:
         return joined
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
-        """Return `Block.memory` of all lanes, layer by layer; None if it is None for any lane."""
-        found = [memory for lane in self.lanes if (memory := lane.memory()) is not None]
-        layers = [list(chain(*layer)) for layer in zip(*found, strict=True)]
-        return layers if len(found) == len(self.lanes) else None
+        """Prepare all lanes' layers for one token; return `Block.memory` of all lanes, layer by layer, or None."""
+        found = [memory for lane in self.lanes if (memory := lane.attempt(lambda block: block.memory())) is not None]
+        if len(found) < len(self.lanes):
+            return None
+        with suppress(Exception):  # what raises here raises in a lane, too
+            self._spans = SpanLanes.of([lane.block for lane in self.lanes])
+        if self._spans is None:
+            for lane in self.lanes:
+                lane.attempt(lambda block: block.prepare())
+        return [list(chain(*layer)) for layer in zip(*found, strict=True)]
 
 
 @timed("sampling")

@@ -15,6 +15,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -32,7 +33,7 @@ _VIEWS = frozenset(
     "permute unsqueeze squeeze expand alias detach as_strided narrow unflatten".split()
 )
 _IDLE = _VIEWS | {"aten.empty", "aten.empty_like", "aten.new_empty"}
-_TEMPLATE = 1  # the number of the attention whose kernels serve all later layers: the first prepares what all share
+_TEMPLATES = 2  # of the first calls of attention, one has kernels that serve all later layers, unless both compute
 
 
 class _Watch(TorchDispatchMode):
@@ -92,7 +93,9 @@ class _Recording:
             self.result = layers(x, noted)
         ends.append(len(calls))
         self.parts = [Jobs(calls[first:last]) for first, last in pairwise(ends)]
-        self.alike, self.jobs = len(self.asked) > _TEMPLATE + 1, LayerJobs()
+        self.alike, self.jobs = len(self.asked) > _TEMPLATES, LayerJobs()
+        fixed = [[*map(_range, (*asked[1:], kept))] for asked, kept in zip(self.asked, self.answers, strict=True)]
+        self._ranges = np.array(fixed, dtype=np.int64)  # [layers, 4, 2]
 
     def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
         """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does.
@@ -105,7 +108,7 @@ class _Recording:
         for number, part in enumerate(self.parts):
             part.run()
             if number < len(self.asked):
-                template = number == _TEMPLATE and memory
+                template = number < _TEMPLATES and memory
                 watch, calls = _Watch(), list[Call | None]()
                 with watch if template else nullcontext(), recording(calls):
                     answer, kept = attend(*self.asked[number]), self.answers[number]
@@ -113,22 +116,22 @@ class _Recording:
                     return layers(x, _resumed([*self.answers[:number], answer], attend))
                 kept.copy_(answer)
                 if template and not watch.computed and answer.stride() == kept.stride():
-                    self._replay_alike(calls, answer, template)
+                    self._replay_alike(number, calls, answer, template)
                     break
-                self.alike = self.alike and not template
+                self.alike = self.alike and not (template and number == _TEMPLATES - 1)
         return self.result.clone()
 
-    def _replay_alike(self, calls: Sequence[Call | None], answer: Tensor, memory: Sequence[Sequence[Range]]) -> None:
+    def _replay_alike(
+        self, template: int, calls: Sequence[Call | None], answer: Tensor, memory: Sequence[Sequence[Range]]
+    ) -> None:
         """Run all that follows the template's attention: its `calls` in each layer, with the layer's own memory."""
-        ranges = [
-            [*map(_range, (*asked[1:], kept)), *there]
-            for asked, kept, there in zip(self.asked, self.answers, memory, strict=True)
-        ]
-        own = [*map(_range, (*self.asked[_TEMPLATE][1:], answer)), *memory[_TEMPLATE]]
-        self.jobs.set(calls, own, ranges[_TEMPLATE + 1 :])
+        ranges = np.concatenate((self._ranges, np.array(memory, dtype=np.int64)), axis=1)
+        own = ranges[template].copy()
+        own[self._ranges.shape[1] - 1] = _range(answer)
+        self.jobs.set(calls, own, ranges[template + 1 :])
         first = self.parts[-1].linked(0)
-        for number in range(len(ranges) - 1, _TEMPLATE, -1):
-            first = self.parts[number].linked(self.jobs.linked(number - _TEMPLATE - 1, first))
+        for number in range(len(ranges) - 1, template, -1):
+            first = self.parts[number].linked(self.jobs.linked(number - template - 1, first))
         run_jobs(first)
 
 
