@@ -44,7 +44,7 @@ test-slow: $(VENV)/ray.stamp
 # x86-64-v3, of our kernels, PyTorch's and oneDNN's. A test checks that it is.
 V3 := LCE_CPU=v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 test-v3: $(VENV)/dev.stamp
-	$(V3) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels/cpu
+	$(V3) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels --ignore-glob '*_triton.py'
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .

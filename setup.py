@@ -18,7 +18,7 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         chosen = () if self.editable_mode else LEVELS
-        command = [sys.executable, "-m", "lce.kernels.code", *chosen]
+        command = [sys.executable, "-m", "lce.kernels", *chosen]
         try:
             subprocess.run(command, cwd=Path(__file__).parent, check=True)
         except (OSError, subprocess.CalledProcessError) as error:

@@ -34,7 +34,7 @@ class Lce:
         """Return the tokens a second of prefill and of decode."""
         import torch
 
-        from lce.kernels.cpu.threads import adapt
+        from lce.kernels.runtime.threads import adapt
         from lce.system import usable_cores
 
         torch.set_num_threads(usable_cores() if threads == "default" else int(threads))

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lce.kernels.cpu import library
+from lce.kernels.runtime import library
 
 HAYSTACK = Path(__file__).parent.parent / "examples" / "haystack.txt"
 COMMANDS = (

@@ -12,7 +12,7 @@ from click import argument
 import lce
 from lce.errors import CapacityError, UsageError
 from lce.files import named
-from lce.kernels import levels
+from lce.kernels.runtime import levels
 from lce.plugins import TREE
 from lce.sizes import size_text
 from lce.terminal import figures, options
@@ -261,7 +261,7 @@ def warm(level: tuple[str, ...], output: Output) -> None:
     and from a clone, in the user's cache. Installing lce compiles those of its processor; --level is for images that
     run elsewhere. Kernels for GPUs are not among them: Triton compiles those when they are first used.
     """
-    from lce.kernels.building import build
+    from lce.kernels.runtime.building import build
 
     names = [each for name in level for each in (levels.LEVELS if name == "all" else [name])]
     asked = [levels.find(name) for name in dict.fromkeys(names)] or [levels.asked()]

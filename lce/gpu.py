@@ -7,17 +7,21 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from lce.kernels.cuda import launching as launching
+from lce.kernels.runtime import launching
+
+__all__ = ["attention", "choices", "decoding", "elementwise", "launching", "merging", "products", "rows"]
 
 if TYPE_CHECKING:
-    from lce.kernels.cuda import attention as attention
-    from lce.kernels.cuda import choices as choices
-    from lce.kernels.cuda import decoding as decoding
-    from lce.kernels.cuda import elementwise as elementwise
-    from lce.kernels.cuda import merging as merging
-    from lce.kernels.cuda import products as products
-    from lce.kernels.cuda import rows as rows
+    from lce.kernels.choose import choices_triton as choices
+    from lce.kernels.dense import attention_triton as attention
+    from lce.kernels.elementwise import elementwise_triton as elementwise
+    from lce.kernels.merge import merging_triton as merging
+    from lce.kernels.product import products_triton as products
+    from lce.kernels.routed import decoding_triton as decoding
+    from lce.kernels.rows import rows_triton as rows
 else:
+    _NAMES = "attention choices decoding elementwise merging products rows".split()
+    _FOLDERS = dict(zip(_NAMES, "dense choose routed elementwise merge product rows".split(), strict=True))
 
     def __getattr__(name: str) -> ModuleType:
-        return importlib.import_module(f"lce.kernels.cuda.{name}")
+        return importlib.import_module(f"lce.kernels.{_FOLDERS[name]}.{name}_triton")

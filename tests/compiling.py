@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lce.kernels.cpu import library
+from lce.kernels.runtime import library
 
 LIMIT = 600.0  # seconds for one kernel
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lce.kernels.cuda import launching
+from lce.kernels.runtime import launching
 
 
 def repair() -> None:

@@ -27,7 +27,7 @@ class Call:
 
 
 def _decode(dtype: torch.dtype, dim: int, n_heads: int, n_kv_heads: int, n_choosers: int, most: int = 256) -> None:
-    from lce.kernels.cuda.decoding import attend_runs
+    from lce.kernels.routed.decoding_triton import attend_runs
 
     k = torch.empty(n_kv_heads, 4096, dim, dtype=dtype)
     first, turn = torch.zeros(n_choosers, 16, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
@@ -39,7 +39,7 @@ def _dense(
     dtype: torch.dtype, dim: int, rep: int, n_queries: int, n_keys: int, window: int | None = None, turned: bool = True,
     causal: bool = True,
 ) -> None:  # fmt: skip
-    from lce.kernels.cuda.attention import attend
+    from lce.kernels.dense.attention_triton import attend
 
     k, cos = torch.empty(4, n_keys, dim, dtype=dtype), torch.empty(n_queries, dim // 2, dtype=dtype)
     turn = (cos, cos) if turned else ()
@@ -47,7 +47,7 @@ def _dense(
 
 
 def _tiles(dtype: torch.dtype, dim: int, n_queries: int, size: int) -> None:
-    from lce.kernels.cuda.attention import attend_tiles
+    from lce.kernels.dense.attention_triton import attend_tiles
 
     n_slots, q = 4, torch.empty(4, n_queries, dim, dtype=dtype)
     k, cos = torch.empty(8, size, dim, dtype=dtype), torch.empty(n_queries, n_slots, dim // 2, dtype=dtype)
@@ -56,13 +56,13 @@ def _tiles(dtype: torch.dtype, dim: int, n_queries: int, size: int) -> None:
 
 
 def _combine(dtype: torch.dtype, n_parts: int) -> None:
-    from lce.kernels.cuda.merging import combined
+    from lce.kernels.merge.merging_triton import combined
 
     combined([(torch.empty(4, 32, 128, dtype=dtype), torch.empty(4, 32)) for _ in range(n_parts)])
 
 
 def _merge_slots(dtype: torch.dtype, n_slots: int) -> None:
-    from lce.kernels.cuda.merging import merge_slots
+    from lce.kernels.merge.merging_triton import merge_slots
 
     merge_slots(torch.empty(4, 32, n_slots, 128, dtype=dtype), torch.empty(4, 32, n_slots))
 
@@ -91,7 +91,7 @@ def _attention() -> Iterator[Call]:
 
 
 def _product(dtype: torch.dtype, n: int, size: int, rows: int, all_at_once: bool = False) -> None:
-    from lce.kernels.cuda.products import product
+    from lce.kernels.product.products_triton import product
 
     x, w = torch.empty(n, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
     if not all_at_once:
@@ -101,7 +101,7 @@ def _product(dtype: torch.dtype, n: int, size: int, rows: int, all_at_once: bool
 
 
 def _logits(dtype: torch.dtype, n: int, size: int, rows: int) -> None:
-    from lce.kernels.cuda.products import product
+    from lce.kernels.product.products_triton import product
 
     x, w, norm = (torch.empty(*shape, dtype=dtype) for shape in ((n, size), (rows, size), (size,)))
     product(x, w, norm=norm, eps=1e-5, out_dtype=torch.float32)
@@ -109,7 +109,7 @@ def _logits(dtype: torch.dtype, n: int, size: int, rows: int) -> None:
 
 def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
     """Run a layer's work on `n` tokens besides products and attention."""
-    from lce.kernels.cuda import elementwise
+    from lce.kernels.elementwise import elementwise_triton as elementwise
 
     q, k = torch.empty(8, n, dim, dtype=dtype), torch.empty(2, n, dim, dtype=dtype)
     weight, cos, at = torch.empty(dim, dtype=dtype), torch.empty(n, dim // 2, dtype=dtype), torch.zeros(1).long()
@@ -125,13 +125,13 @@ def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
 
 
 def _turns(dtype: torch.dtype, n: int, scale: float) -> None:
-    from lce.kernels.cuda import elementwise
+    from lce.kernels.elementwise import elementwise_triton as elementwise
 
     elementwise.turns(torch.zeros(n, dtype=torch.int64), torch.empty(64, dtype=torch.float64), scale, dtype)
 
 
 def _choice(dtype: torch.dtype, dim: int, n_chunks: int, choosers: int, bounds: bool = False) -> None:
-    from lce.kernels.cuda import choices
+    from lce.kernels.choose import choices_triton as choices
 
     q, at = torch.empty(32, dim, dtype=dtype), torch.zeros(1).long()
     summaries = torch.empty(8, n_chunks, 2, dim, dtype=dtype) if bounds else torch.empty(32, n_chunks, dim, dtype=dtype)
@@ -142,7 +142,7 @@ def _choice(dtype: torch.dtype, dim: int, n_chunks: int, choosers: int, bounds: 
 
 
 def _choices_of_a_block(dtype: torch.dtype, n_chunks: int) -> None:
-    from lce.kernels.cuda import choices
+    from lce.kernels.choose import choices_triton as choices
 
     scores, forced = torch.empty(8, 4, n_chunks, dtype=dtype), torch.zeros(4, n_chunks, dtype=torch.bool)
     choices.best_chunks(scores, forced, 15, 4096, 256)

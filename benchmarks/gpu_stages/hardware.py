@@ -25,7 +25,7 @@ def run(setup: Setup) -> None:
     record["machine"] = machine(setup)
     record["packages"] = {name: version(name) for name in PACKAGES}
     with record.attempt("numba works") as cell:  # lce cannot be imported without numba
-        from lce.kernels.cpu import merging  # noqa: F401
+        from lce.kernels.merge import merging  # noqa: F401
 
         cell["ok"] = True
     with record.attempt("attention backend") as cell:

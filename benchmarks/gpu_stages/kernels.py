@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_stages.setup import Setup, seconds_of
 from lce.attention import Attention, Runs, SlotTurns, Tiles, Turn
-from lce.kernels.cuda import launching
+from lce.kernels.runtime import launching
 from lce.methods.decoding import Span, runs_of
 
 Work = Callable[[], object]
@@ -72,7 +72,7 @@ def products(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
             x = drawn(setup, rows, n_in)
             makers: dict[str, Callable[[int], Work]] = {"cublas": lambda i, x=x, w=weights: lambda: F.linear(x, w[i])}
             if launching.runs_on(x):
-                from lce.kernels.cuda.products import product
+                from lce.kernels.product.products_triton import product
 
                 makers["lce"] = lambda i, x=x, w=weights: lambda: product(x, w[i])
             yield f"{name}, {rows} rows", beside(setup, makers, weights[0].nbytes, copies)

@@ -21,10 +21,10 @@ from lce import gpu
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
 from lce.attention.turn import SlotTurns, Turn, rotate
 from lce.errors import UsageError, nearest, shown
-from lce.kernels.code.shared import ALIGNED, READ_PIECE
-from lce.kernels.cpu.attention import LaneQueries
-from lce.kernels.cpu.kernel import DTYPES
-from lce.kernels.cpu.merging import merged
+from lce.kernels.dense.attention import LaneQueries
+from lce.kernels.merge.merging import merged
+from lce.kernels.runtime.kernel import DTYPES
+from lce.kernels.runtime.shared import ALIGNED, READ_PIECE
 from lce.profiling import count_dense, count_routed, timed
 
 Attended = tuple[Tensor, Tensor]  # outputs [..., T, D], and log-sum-exps [..., T] (float32, natural logarithm)

@@ -12,12 +12,12 @@ from lce.attention.attention import Attended, Memory, Order
 from lce.attention.tiles import Tiles
 from lce.attention.torch import Torch
 from lce.attention.turn import SlotTurns, Turn
-from lce.kernels.cpu import attention
-from lce.kernels.cpu.kernel import DTYPES
+from lce.kernels.dense import attention
+from lce.kernels.runtime.kernel import DTYPES
 
 
 class Compiled(Torch):
-    """The backend that runs `lce.kernels.cpu.attention` on CPUs; elsewhere, and for other dtypes, PyTorch's kernels."""
+    """The backend that runs `lce.kernels.dense.attention` on CPUs; elsewhere and in other dtypes, PyTorch's."""
 
     name = "compiled"
     speed = 2

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lce.attention.turn import Turn, rotate
-from lce.kernels.cpu import int8_rows
-from lce.kernels.cpu.elementwise import runs_on
-from lce.kernels.cpu.int8_rows import row_bytes as row_bytes
-from lce.kernels.cpu.kernel import DTYPES
+from lce.kernels.elementwise.elementwise import runs_on
+from lce.kernels.rows import int8_rows
+from lce.kernels.rows.int8_rows import row_bytes as row_bytes
+from lce.kernels.runtime.kernel import DTYPES
 
 ROW = torch.uint8  # the dtype of tensors whose last dimension is such a row
 

@@ -13,10 +13,11 @@ from torch.nn.functional import max_pool1d
 
 from lce import gpu
 from lce.attention.attention import causal_mask
-from lce.kernels.code.shared import LANES, MOST_ROWS
-from lce.kernels.cpu import choices, panels
-from lce.kernels.cpu.scores import add_weights, compiled_for, scores_of_few, scores_of_many, weight_sums
-from lce.kernels.cpu.scores import best_below_top as compiled_best_below_top
+from lce.kernels.choose import choices
+from lce.kernels.choose.scores import add_weights, compiled_for, scores_of_few, scores_of_many, weight_sums
+from lce.kernels.choose.scores import best_below_top as compiled_best_below_top
+from lce.kernels.product import panels
+from lce.kernels.runtime.shared import LANES, MOST_ROWS
 
 SCORES_AT_ONCE = 1 << 24  # the largest number of scores to compute at a time: 64 MiB in float32
 IN_CACHES = 1 << 22  # the number of scores that CPU kernels compute at a time, so that scores stay in the caches
@@ -249,7 +250,7 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
 
 
 def best_runs(q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **how: Any) -> tuple[Tensor, Tensor] | None:
-    """Choose chunks by a GPU kernel, as runs: see `lce.kernels.cuda.choices.best_runs`. None: no kernel suits."""
+    """Choose chunks as runs by a GPU kernel: `lce.kernels.choose.choices_triton.best_runs`. None: no kernel suits."""
     if not gpu.launching.runs_on(summaries) or summaries.shape[1] > gpu.launching.MOST_CHUNKS:
         return None
     return gpu.choices.best_runs(q, summaries, at, size, n, **how)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lce import gpu
-from lce.kernels.cpu import elementwise
+from lce.kernels.elementwise import elementwise
 
 
 class Turn(NamedTuple):

@@ -21,7 +21,7 @@ from lce.cache.shared import SPARE, ForFork, RowBuffer, own_memory
 from lce.cache.tier import UNBOUNDED
 from lce.cache.tiers import TierStack
 from lce.errors import CapacityError, UsageError
-from lce.kernels.cpu.elementwise import take_rows
+from lce.kernels.elementwise.elementwise import take_rows
 from lce.profiling import timed
 from lce.sizes import size_text
 from lce.system import free_memory

@@ -32,7 +32,7 @@ from lce.attention import (
 )
 from lce.cache.layer import LayerCache
 from lce.cache.method_state import Summaries
-from lce.kernels.cpu.elementwise import take_rows
+from lce.kernels.elementwise.elementwise import take_rows
 from lce.methods.attending import PlacedPart, band_of, slot_shift
 from lce.methods.base import Method
 from lce.methods.budget import keep_best, prune

@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lce import gpu
-from lce.kernels.code.shared import MOST_ROWS
-from lce.kernels.code.shared import Gate as Gate  # for families
-from lce.kernels.cpu import elementwise, panels
-from lce.kernels.cpu.elementwise import runs_on
-from lce.kernels.cpu.kernel import DTYPES
-from lce.kernels.cpu.kernel import Slices as Slices  # for lanes and batches
-from lce.kernels.cpu.kernel import seam as seam
-from lce.kernels.cpu.kernel import sliced as sliced
-from lce.kernels.cpu.products import product
-from lce.kernels.cpu.replay import Replays as Replays  # for models
+from lce.kernels.elementwise import elementwise
+from lce.kernels.elementwise.elementwise import runs_on
+from lce.kernels.product import panels
+from lce.kernels.product.products import product
+from lce.kernels.runtime.kernel import DTYPES
+from lce.kernels.runtime.kernel import Slices as Slices  # for lanes and batches
+from lce.kernels.runtime.kernel import seam as seam
+from lce.kernels.runtime.kernel import sliced as sliced
+from lce.kernels.runtime.replay import Replays as Replays  # for models
+from lce.kernels.runtime.shared import MOST_ROWS
+from lce.kernels.runtime.shared import Gate as Gate  # for families
 from lce.models.ranks import Ranks
 from lce.profiling import timed
 from lce.weights.packed import ROW_BLOCK, Matrix, PackedMatrix, Stacked

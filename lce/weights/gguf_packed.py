@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lce.kernels.code.shared import GGUF_LAYOUTS, Layout
-from lce.kernels.cpu.quantised import arrange, put
+from lce.kernels.product.quantised import arrange, put
+from lce.kernels.runtime.shared import GGUF_LAYOUTS, Layout
 from lce.progress import notice
 from lce.sizes import size_text
 from lce.system import give_back_freed_memory

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lce.errors import UsageError, nearest, shown
 from lce.files import JsonError, parse_json
-from lce.kernels.code.shared import INT4, INT8, Gate, Layout
-from lce.kernels.cpu import elementwise
-from lce.kernels.cpu.products import product
-from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
+from lce.kernels.elementwise import elementwise
+from lce.kernels.product.products import product
+from lce.kernels.product.quantised import QuantisedMatrix, parts_of
+from lce.kernels.runtime.shared import INT4, INT8, Gate, Layout
 from lce.weights.safetensors_file import AGAIN, MOST_VALUES, NAMES, PIECE, Damaged, TensorInfo
 
 ROW_BLOCK = 16  # The number of rows in one block of a packed matrix.

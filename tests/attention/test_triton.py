@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lce.attention import Attention, Runs, Tiles, Turn, combine
-from lce.kernels.cuda import launching
+from lce.kernels.runtime import launching
 from tests.attention.truth import assert_same, dense, random, routed, routed_vectors, slots, turns_of, vectors
 from tests.pretended import pretended_gpus
 
@@ -71,7 +71,7 @@ def test_nothing_is_read_back_or_sent_to_the_gpu() -> None:
 
 
 def test_decode_reads_runs_by_its_kernel(attention: Attention) -> None:
-    from lce.kernels.cuda.decoding import attend_runs
+    from lce.kernels.routed.decoding_triton import attend_runs
 
     q, k, v = vectors(4, 2, 1, 30)
     first, count, turn = torch.tensor([[3, 20, 900]]), torch.tensor([[9, 5, 0]]), torch.tensor([2, 0, 1])

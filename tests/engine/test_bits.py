@@ -17,7 +17,7 @@ from lce.cache.kv import off_grid
 from lce.engine.batch import Batch
 from lce.engine.lanes import forward
 from lce.engine.running import append, lane_of
-from lce.kernels.cpu import panels
+from lce.kernels.product import panels
 from lce.methods import available
 from lce.models.products import SHARED_ROWS
 from tests.checkpoints import save_tiny, tokens

@@ -19,7 +19,7 @@ from lce.attention import Attended, Attention, Runs, Turn, rotate
 from lce.attention.compiled import Compiled
 from lce.engine.graph import Work, one_by_one
 from lce.engine.running import read
-from lce.kernels.cuda import launching
+from lce.kernels.runtime import launching
 from lce.methods import Full, LongHeads, Method, Quest, ReRope, SelfExtend
 from lce.methods.step import Step
 from tests.pretended import Gpus

@@ -14,7 +14,7 @@ from lce.cache.limits import Limits
 from lce.cache.tiers import TierStack
 from lce.engine.lanes import forward
 from lce.engine.running import lane_of
-from lce.kernels.cuda import launching
+from lce.kernels.runtime import launching
 from lce.methods import Observed, QueryBlock
 from lce.methods.costs import cost
 from lce.models.config import LayerKind, ModelConfig, RopeConfig

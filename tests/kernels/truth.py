@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lce.kernels.code.shared import INT4, INT8, Layout
-from lce.kernels.cpu.quantised import QuantisedMatrix, parts_of
+from lce.kernels.product.quantised import QuantisedMatrix, parts_of
+from lce.kernels.runtime.shared import INT4, INT8, Layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU, Triton's interpreter runs the kernels
 ON_GPU = [pytest.mark.cuda] if DEVICE == "cuda" else []

@@ -12,7 +12,7 @@ from lce.attention import Attention, runs_of_chunks
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.errors import UsageError
-from lce.kernels.cuda import launching
+from lce.kernels.runtime import launching
 from lce.methods import Budget, Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, choosing, make
 from lce.methods.choosing import plain_runs
 from lce.methods.placement import TruePositions

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lce.cache import movers
-from lce.kernels.cuda import launching
+from lce.kernels.runtime import launching
 from lce.system import lasting_executor
 from tests.pretended.device import Gpus
 from tests.pretended.streams import Capture, CUDAGraph

@@ -88,7 +88,7 @@ class PretendedTensor(Tensor):
 
     def data_ptr(self) -> int:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith("lce.kernels.") and not caller.startswith("lce.kernels.cuda"):
+        if caller.startswith("lce.kernels.") and not caller.endswith("_triton"):
             raise RuntimeError(f"{caller} reads memory of {self.device} with the CPU")
         return self.inner.data_ptr() + FAR
 

@@ -8,7 +8,7 @@ import torch
 
 import lce
 from lce.engine.graph import CudaTape, DecodeGraph, Work
-from lce.kernels.cuda import launching
+from lce.kernels.runtime import launching
 from lce.methods import DualChunk, Full, LongHeads, Method, Quest
 from tests.checkpoints import tokens
 from tests.pretended import Gpus, pretended_gpus

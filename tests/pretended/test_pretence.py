@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lce.kernels.cpu import scores
+from lce.kernels.choose import scores
 from tests.command import within
 from tests.pretended import Gpus, pretended_gpus
 

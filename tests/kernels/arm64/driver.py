@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from lce.kernels.code.compiling import call, inner, intrinsic_of, machine_code
-from lce.kernels.code.threads import add, given, load, store, swap
+from lce.kernels.runtime.compiling import call, inner, intrinsic_of, machine_code
+from lce.kernels.runtime.threads_body import add, given, load, store, swap
 
 PAGE = 4096
 DONE = 1  # what the driver sends after a call; before, it sends addresses of pages, which are multiples of 4096

@@ -1,9 +1,9 @@
 """A plugin of pytest that runs kernels for arm64 in qemu-aarch64, while the rest of a test runs on this processor.
 
-`LCE_CPU=arm64 python -m pytest -p tests.kernels.arm64.emulator tests/kernels/cpu/test_choices.py` runs tests so. Their
-kernels are loaded, and their jobs made, as on an arm64 processor; only the call of `threads.run` goes to the driver in
-qemu. A page of memory that a kernel touches is sent there, and after the call the bytes that have changed are written
-here. Kernels' threads are threads of the driver.
+`LCE_CPU=arm64 python -m pytest -p tests.kernels.arm64.emulator tests/kernels/choose/test_choices.py` runs tests so.
+Their kernels are loaded, and their jobs made, as on an arm64 processor; only the call of `threads.run` goes to the
+driver in qemu. A page of memory that a kernel touches is sent there, and after the call the bytes that have changed are
+written here. Kernels' threads are threads of the driver.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from typing import IO, Any, cast
 import numpy as np
 import pytest
 
-from lce.kernels import levels
-from lce.kernels.code import words
-from lce.kernels.cpu import library, threads
+from lce.kernels.runtime import levels, library, threads, words
 from tests.command import LIMIT, Process
 from tests.kernels.arm64.driver import DONE, HAVE, KEPT, LENT, MISSING, PAGE, program
 

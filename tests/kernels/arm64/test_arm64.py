@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from lce.kernels.code import bodies
-from lce.kernels.cpu import library
+from lce.kernels.runtime import bodies, library
 from tests.command import Process
 from tests.kernels.arm64.emulator import RAN, qemu
 
 ROOT = Path(__file__).parents[3]
-NAMES = "attention choices int8_rows numbers panels products scores threads"
+NAMES = """dense/test_attention choose/test_choices choose/test_scores elementwise/test_elementwise product/test_panels
+product/test_products rows/test_int8_rows runtime/test_numbers runtime/test_threads"""
 TESTS = [
-    *(f"tests/kernels/cpu/test_{name}.py" for name in NAMES.split()),
-    "tests/kernels/test_elementwise.py",
+    *(f"tests/kernels/{name}.py" for name in NAMES.split()),
     "tests/weights/test_gguf_packed.py::test_weights_are_the_files_and_products_use_them",
 ]
 # Kernels for GPUs; what is about this machine's processes and signals; and some of what takes longest.

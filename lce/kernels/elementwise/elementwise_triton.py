@@ -1,0 +1,256 @@
+"""The operations of a decoder layer between matrix products, on GPUs: one launch each.
+
+Arithmetic is float32, and results are rounded once. Each input is read once, and each result is written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from lce.kernels.rows.rows_triton import heads as vectors_of
+from lce.kernels.runtime.launching import launch
+
+_NUMBERS = 2048  # numbers that a program computes at a time
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Apply RMSNorm with `weight [D]` to each row of `x [T, D]` or `[H, T, D]`; return a contiguous tensor."""
+    return _normed(eps, (x, weight))[0]
+
+
+def rms_norm_two(x: Tensor, weight: Tensor, y: Tensor, y_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Apply `rms_norm` to x and y, such as a layer's queries and keys, in one launch; all rows have length D."""
+    first, second = _normed(eps, (x, weight), (y, y_weight))
+    return first, second
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """Return `silu(a) * b`, `[T, D]`, for the halves a and b of each row of `x [T, 2·D]`, which is contiguous."""
+    n, dim = x.shape[0], x.shape[1] // 2
+    fits = x.is_contiguous() and x.shape[1] == 2 * dim
+    assert fits, (x.shape, x.stride())
+    out = x.new_empty(n, dim)
+    block = min(_NUMBERS, triton.next_power_of_2(dim))
+    launch(_silu_mul, (n * triton.cdiv(dim, block),), x, out, dim, BLOCK=block)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the vectors of `x [..., D]` by angles, given as cosines and sines `cos sin [..., D/2]`, as RoPE does.
+
+    Shapes are broadcast, to at most three leading dimensions. Dimension i is paired with dimension i + D/2.
+    """
+    half = x.shape[-1] // 2
+    fits = cos.shape == sin.shape and cos.shape[-1] == half and cos.dtype is sin.dtype
+    assert fits, (x.shape, cos.shape, sin.shape)
+    common = torch.broadcast_shapes(x.shape[:-1], cos.shape[:-1])
+    assert len(common) <= 3, f"{list(common)}: more than three leading dimensions"
+    x, cos, sin = (y if y.stride(-1) == 1 else y.contiguous() for y in (x, cos, sin))
+    lead = (1,) * (3 - len(common)) + tuple(common)
+    out = x.new_empty(*common, 2 * half)
+    given = tuple((y, *y.expand(*lead, y.shape[-1]).stride()[:3]) for y in (x, cos, sin))
+    rows, width = _rows_of(half)
+    sizes = lead[0] * lead[1] * lead[2], lead[1], lead[2], half
+    launch(_rotate, (triton.cdiv(sizes[0], rows),), *given, out, sizes, ROWS=rows, HALF=width)
+    return out
+
+
+def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `scale · cos(a)` and `scale · sin(a)`, `[..., D/2]` each, for angles a = position · frequency.
+
+    `positions [...]` is int64, and `frequencies [D/2]` is float64.
+    """
+    fits = positions.dtype == torch.int64 and frequencies.dtype == torch.float64 and frequencies.is_contiguous()
+    assert fits, (positions.dtype, frequencies.dtype)
+    positions, half = positions.contiguous(), len(frequencies)
+    cos = torch.empty(*positions.shape, half, dtype=dtype, device=positions.device)
+    sin = cos.new_empty(cos.shape)
+    block = 256  # few numbers for each thread, because float64 is slow
+    grid, options = (triton.cdiv(cos.numel(), block),), {"HALF": half, "SCALE": float(scale), "BLOCK": block}
+    launch(_turns, grid, positions, frequencies, cos, sin, cos.numel(), **options)
+    return cos, sin
+
+
+def append(
+    k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, cos: Tensor | None, sin: Tensor | None
+) -> None:
+    """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; if given, `cos sin [T, D/2]` rotate k.
+
+    `at` is a number or a tensor of one int64 on the device. The value of such a tensor is not checked against n.
+    """
+    heads, n, dim = k.shape
+    fits = v.shape == k.shape and into_v.shape == into_k.shape and into_k.shape[::2] == (heads, dim)
+    assert fits, (k.shape, v.shape, into_k.shape, into_v.shape)
+    assert isinstance(at, Tensor) or 0 <= at <= into_k.shape[1] - n, (k.shape, into_k.shape, at)
+    assert not isinstance(at, Tensor) or (at.numel() == 1 and at.dtype == torch.int64), at
+    dense = all(into.stride(2) == 1 for into in (into_k, into_v)) and into_k.stride() == into_v.stride()
+    assert dense, (into_k.stride(), into_v.stride())
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    turn = () if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
+    assert all(x.shape == (n, dim // 2) for x in turn), [x.shape for x in turn]
+    rows, width = _rows_of(dim // 2)
+    place, sizes = ((at,), 0) if isinstance(at, Tensor) else ((), at), (heads * n, n, dim // 2)
+    into = into_k, into_v, *into_k.stride()[:2]
+    grid, vectors = (triton.cdiv(heads * n, rows),), (vectors_of(k), vectors_of(v))
+    launch(_append, grid, *vectors, turn, into, *place, sizes, ROWS=rows, HALF=width)
+
+
+def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows `index [n]` (int64, in range) of two tensors `[G, N, D]` of equal strides: `[G, n, D]` each."""
+    n_groups, _, dim = one.shape
+    fits = two.shape == one.shape and two.stride() == one.stride() and one.stride(2) == 1
+    assert fits, (one.shape, two.shape, one.stride(), two.stride())
+    assert index.dtype == torch.int64, index.dtype
+    index = index.contiguous()
+    taken = one.new_empty(2, n_groups, len(index), dim)
+    rows, width = _rows_of(dim)
+    grid, sizes = (triton.cdiv(n_groups * len(index), rows),), (n_groups * len(index), len(index), dim)
+    launch(_take_rows, grid, vectors_of(one), two, index, taken[0], taken[1], sizes, ROWS=rows, DIM=width)
+    return taken[0], taken[1]
+
+
+def _rows_of(width: int) -> tuple[int, int]:
+    """Return how many rows of `width` numbers a program takes, and `width` rounded up to a power of two."""
+    wide = triton.next_power_of_2(width)
+    return max(1, _NUMBERS // wide), wide
+
+
+def _normed(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Apply RMSNorm to one or two tensors, each given with its weight, in one launch."""
+    dim = both[0][0].shape[-1]
+    rows, width = _rows_of(dim)
+    given: list[Any] = []
+    for x, weight in both:
+        fits = x.shape[-1] == dim and weight.shape == (dim,) and weight.is_contiguous() and x.ndim in (2, 3)
+        assert fits, (x.shape, weight.shape)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        heads, n = (1, len(x)) if x.ndim == 2 else x.shape[:2]
+        head_stride = x.stride(0) if x.ndim == 3 else 0
+        given.append((x, weight, x.new_empty(x.shape, dtype=weight.dtype), head_stride, x.stride(-2), heads * n, n))
+    n_programs = [triton.cdiv(one[5], rows) for one in given]
+    options = {"ROWS": rows, "DIM": width, "num_warps": min(16, max(4, width // 1024))}
+    launch(_rms_norm, (sum(n_programs),), tuple(given), n_programs[0], dim, eps, **options)
+    return [one[2] for one in given]
+
+
+@triton.jit
+def _rms_norm(given, n_programs, dim, eps, ROWS: constexpr, DIM: constexpr):
+    """Normalise rows of the first tensor in the first `n_programs` programs, and rows of the second in the others."""
+    program = tl.program_id(0)
+    if len(given) == 2:
+        if program < n_programs:
+            _norm_rows(given[0], program, dim, eps, ROWS, DIM)
+        else:
+            _norm_rows(given[1], program - n_programs, dim, eps, ROWS, DIM)
+    else:
+        _norm_rows(given[0], program, dim, eps, ROWS, DIM)
+
+
+@triton.jit
+def _norm_rows(given, program, dim, eps, ROWS: constexpr, DIM: constexpr):
+    x, weight, out, head_stride, row_stride, n_rows, n = given
+    row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = tl.arange(0, DIM)
+    there = (row < n_rows)[:, None] & (j < dim)[None, :]
+    at = x + (row // n * head_stride + row % n * row_stride)[:, None] + j[None, :]
+    some = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(some * some, 1) / dim + eps)
+    factor = tl.load(weight + j, mask=j < dim, other=0.0).to(tl.float32)
+    normed = some * scale[:, None] * factor[None, :]
+    tl.store(out + row[:, None] * dim + j[None, :], normed.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _silu_mul(x, out, dim, BLOCK: constexpr):
+    n_blocks = tl.cdiv(dim, BLOCK)
+    row = (tl.program_id(0) // n_blocks).to(tl.int64)
+    j = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x + row * 2 * dim + j, mask=j < dim, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * dim + dim + j, mask=j < dim, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(tl.minimum(-gate, 88.0))) * up
+    tl.store(out + row * dim + j, result.to(out.dtype.element_ty), mask=j < dim)
+
+
+@triton.jit
+def _turned(x, cos, sin, half, there):
+    """Return rotated halves `[ROWS, HALF]`; `x`, `cos` and `sin` are pointers, x to the first halves of the rows."""
+    first = tl.load(x, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(x + half, mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin, mask=there, other=0.0).to(tl.float32)
+    return first * c - second * s, second * c + first * s
+
+
+@triton.jit
+def _rotate(x, cos, sin, out, sizes, ROWS: constexpr, HALF: constexpr):
+    """Rotate ROWS rows of `[..., n1, n2, 2 · half]`; `x`, `cos` and `sin` are each a tensor and its three strides."""
+    n_rows, n1, n2, half = sizes
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = tl.arange(0, HALF)[None, :]
+    there = (row < n_rows)[:, None] & (j < half)
+    a, b, c = row // n2 // n1, row // n2 % n1, row % n2
+    x_at = x[0] + (a * x[1] + b * x[2] + c * x[3])[:, None] + j
+    cos_at = cos[0] + (a * cos[1] + b * cos[2] + c * cos[3])[:, None] + j
+    sin_at = sin[0] + (a * sin[1] + b * sin[2] + c * sin[3])[:, None] + j
+    first, second = _turned(x_at, cos_at, sin_at, half, there)
+    to = out + row[:, None] * 2 * half + j
+    tl.store(to, first.to(out.dtype.element_ty), mask=there)
+    tl.store(to + half, second.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _turns(positions, frequencies, cos, sin, n, HALF: constexpr, SCALE: constexpr, BLOCK: constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < n
+    position = tl.load(positions + at // HALF, mask=there, other=0).to(tl.float64)
+    angle = position * tl.load(frequencies + at % HALF, mask=there, other=0.0)
+    c, s = (tl.cos(angle) * SCALE).to(tl.float32), (tl.sin(angle) * SCALE).to(tl.float32)
+    tl.store(cos + at, c.to(cos.dtype.element_ty), mask=there)
+    tl.store(sin + at, s.to(sin.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _append(k, v, turn, into, place, first, sizes, ROWS: constexpr, HALF: constexpr):
+    """Copy ROWS rows of k and v to `into`: two tensors, followed by their common strides of heads and of rows.
+
+    The first row of `into` to write is `first`, or the integer in the tensor `place[0]` if there is one.
+    """
+    into_k, into_v, into_head, into_row = into
+    n_rows, n, half = sizes
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = tl.arange(0, HALF)[None, :]
+    there = (row < n_rows)[:, None] & (j < half)
+    head, i = row // n, row % n
+    first_row = tl.load(place[0]) if len(place) else first
+    to = (head * into_head + (first_row + i) * into_row)[:, None] + j
+    k_at = k.at + (head * k.head + i * k.row)[:, None] + j
+    v_at = v.at + (head * v.head + i * v.row)[:, None] + j
+    if len(turn):
+        angle = i[:, None] * half + j
+        left, right = _turned(k_at, turn[0] + angle, turn[1] + angle, half, there)
+    else:
+        left = tl.load(k_at, mask=there, other=0.0)
+        right = tl.load(k_at + half, mask=there, other=0.0)
+    tl.store(into_k + to, left.to(into_k.dtype.element_ty), mask=there)
+    tl.store(into_k + to + half, right.to(into_k.dtype.element_ty), mask=there)
+    tl.store(into_v + to, tl.load(v_at, mask=there, other=0.0), mask=there)
+    tl.store(into_v + to + half, tl.load(v_at + half, mask=there, other=0.0), mask=there)
+
+
+@triton.jit
+def _take_rows(one, two, index, taken_one, taken_two, sizes, ROWS: constexpr, DIM: constexpr):
+    n_rows, n, dim = sizes
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = tl.arange(0, DIM)[None, :]
+    there = (row < n_rows)[:, None] & (j < dim)
+    token = tl.load(index + row % n, mask=row < n_rows, other=0)
+    at = (row // n * one.head + token * one.row)[:, None] + j
+    to = row[:, None] * dim + j
+    tl.store(taken_one + to, tl.load(one.at + at, mask=there, other=0.0), mask=there)
+    tl.store(taken_two + to, tl.load(two + at, mask=there, other=0.0), mask=there)

@@ -1,0 +1,340 @@
+"""Compiles CPU kernels by Numba and LLVM to flat code for a level of processors.
+
+Numba makes LLVM's code of a kernel and of the functions that it calls, and optimises nothing. All of it is linked to
+one module, then optimised and translated once for the level, so any machine can compile for any level.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from inspect import Parameter, Signature
+from types import FunctionType
+from typing import Any, cast
+
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, codegen, cpu, fastmathpass, typing
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from lce.kernels.runtime import levels
+from lce.kernels.runtime.linking import link
+from lce.kernels.runtime.shared import MOST_ARGUMENTS
+
+_OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+    "nogil": True,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+_I64 = ir.IntType(64)
+
+# Functions that LLVM's code may call: three of the C library, for which a kernel has its own, and Numba's counting of
+# references to arrays, which does nothing because kernels allocate none.
+_ENTRY = """
+declare i32 @"{function}"({kinds})
+define i32 @entry({given}) section ".text.entry" {{
+  %status = call i32 @"{function}"({given})
+  ret i32 %status
+}}
+"""
+_KEPT = ("entry", "memset", "memcpy", "memmove")  # what machine code calls by name
+_SUPPORT = """
+define void @NRT_incref(ptr %p) alwaysinline { ret void }
+define void @NRT_decref(ptr %p) alwaysinline { ret void }
+""" + "".join(
+    f"""
+define hidden ptr @{name}(ptr %to, {given}, i64 %n) noinline nounwind "no-builtins" section ".text.{name}" {{
+  %any = icmp ne i64 %n, 0
+  br i1 %any, label %loop, label %end
+loop:
+  %i = phi i64 [ 0, %0 ], [ %next, %loop ]
+  %next = add i64 %i, 1
+{body}
+  %more = icmp ne i64 %next, %n
+  br i1 %more, label %loop, label %end
+end:
+  ret ptr %to
+}}
+"""
+    for name, given, body in (
+        (
+            "memset",
+            "i32 %value",
+            """
+  %byte = trunc i32 %value to i8
+  %at = getelementptr i8, ptr %to, i64 %i
+  store i8 %byte, ptr %at""",
+        ),
+        (
+            "memcpy",
+            "ptr %from",
+            """
+  %byte_at = getelementptr i8, ptr %from, i64 %i
+  %byte = load i8, ptr %byte_at
+  %at = getelementptr i8, ptr %to, i64 %i
+  store i8 %byte, ptr %at""",
+        ),
+        (
+            "memmove",
+            "ptr %from",
+            """
+  %down = icmp ult ptr %from, %to
+  %last = sub i64 %n, %next
+  %j = select i1 %down, i64 %last, i64 %i
+  %byte_at = getelementptr i8, ptr %from, i64 %j
+  %byte = load i8, ptr %byte_at
+  %at = getelementptr i8, ptr %to, i64 %j
+  store i8 %byte, ptr %at""",
+        ),
+    )
+)
+
+
+class _Library(codegen.AOTCodeLibrary):
+    """Numba's code of a function and of what it calls, not optimised."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        pass
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+
+class _Codegen(codegen.AOTCPUCodegen):
+    """Numba's maker of `_Library`."""
+
+    _library_class = _Library
+
+
+class _Context(cpu.CPUContext):
+    """Numba's translation of Python's operations, into a `_Library`, without machine code and without a runtime."""
+
+    def init(self) -> None:
+        super().init()
+        self._internal_codegen = _Codegen("lce")
+
+    def post_lowering(self, mod: Any, library: Any) -> None:
+        if self.fastmath:
+            fastmathpass.rewrite_module(mod, self.fastmath)
+
+    def get_executable(self, library: Any, fndesc: Any, env: Any) -> Any:
+        library._ensure_finalized()
+        return [].append  # in the place of what Numba would call from Python: any function of C, another each time
+
+
+@cache
+def _contexts() -> dict[str, Any]:
+    known = typing.Context()
+    return {"_toplevel_typing_context": known, "_toplevel_target_context": _Context(known, "cpu")}
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[None]:
+    """Have Numba compile into our contexts, and restore its own afterwards for other users of Numba."""
+    with global_compiler_lock:
+        known, jit = vars(cpu_target), numba.config.DISABLE_JIT
+        typing_context, target_context = cpu_target.typing_context, cpu_target.target_context
+        known.update(_contexts())
+        numba.config.DISABLE_JIT = 0
+        try:
+            yield
+        finally:
+            known.update(_toplevel_typing_context=typing_context, _toplevel_target_context=target_context)
+            numba.config.DISABLE_JIT = jit
+
+
+def machine_code(name: str, body: Callable[..., Any]) -> bytes:
+    """Compile a kernel's body for the level; return flat code that begins with the body's function.
+
+    The function's arguments are those of Numba's functions: an address for the result, which is nothing, another for an
+    error, which does not occur, and then the body's. Raises `linking.LinkError` about the kernel's `name`.
+    """
+    signature = types.void(*[types.intp] * body.__code__.co_argcount)
+    with _ours():
+        made = numba.njit(**_OPTIONS)(body)
+        made.compile(signature)
+        found: Any = made.overloads[signature.args]
+        module = llvm.parse_assembly(str(found.library._final_module))
+    function = found.fndesc.llvm_func_name
+    kinds = ", ".join(["ptr", "ptr", *["i64"] * len(signature.args)])
+    given = ", ".join(f"{kind} %{i}" for i, kind in enumerate(kinds.split(", ")))
+    module.link_in(llvm.parse_assembly(_SUPPORT + _ENTRY.format(function=function, kinds=kinds, given=given)))
+    machine = _target_machine()
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    for each in (*module.functions, *module.global_variables):
+        if not each.is_declaration and each.name not in _KEPT:
+            each.linkage = "internal"
+    module.get_function(function).add_function_attribute("alwaysinline")
+    tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    tuning.loop_vectorization, tuning.slp_vectorization = True, False
+    passes = llvm.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(module, passes)
+    return link(name, machine.emit_object(module))
+
+
+@cache
+def _target_machine() -> Any:
+    """Return LLVM's compiler for the level: position-independent code in ELF's format, whatever this system is."""
+    level = levels.asked()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    native = not level.cpu
+    return llvm.Target.from_triple(f"{level.machine}-unknown-linux-gnu").create_target_machine(
+        cpu=llvm.get_host_cpu_name() if native else level.cpu,
+        features=",".join(_features()),
+        opt=3,
+        reloc="pic",
+        codemodel="small",
+    )
+
+
+@cache
+def _features() -> tuple[str, ...]:
+    """Return LLVM's names of the level's features, each with a sign: + or -."""
+    level = levels.asked()
+    if level.cpu:
+        return tuple(f"+{name}" for name in level.features.split())
+    return tuple(llvm.get_host_cpu_features().flatten().split(","))
+
+
+def features() -> frozenset[str]:
+    """Return the processor features that kernels are compiled for: those of the level."""
+    return frozenset(name[1:] for name in _features() if name.startswith("+"))
+
+
+def kernel(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a kernel's body, `body(first, stop, memory, *args)`.
+
+    `memory` is the address of memory of the thread. Arguments are integers. The body allocates nothing, raises nothing
+    and calls no function of the C library. The compiler may reassociate a sum to vectorise it.
+    """
+    body.is_kernel = True  # type: ignore[attr-defined]
+    return body
+
+
+class ByDtype(dict[Any, Any]):
+    """A dict from kinds of kernels, mostly dtypes, to values that `make(kind)` creates at the first look-up."""
+
+    def __init__(self, make: Callable[[Any], Any], kernels_of: str = "") -> None:
+        self.make, self.kernels_of = make, kernels_of  # the module, if the values are bodies of its kernels
+
+    def __missing__(self, kind: Any) -> Any:
+        self[kind] = made = self.make(kind)
+        return made
+
+
+def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..., Any]], ByDtype]:
+    """Return a decorator that makes one function per dtype: `@by_dtype(kernel) def norm(...)` defines `norm[dtype]`.
+
+    `norm[dtype]` is `make(copy)`, here `kernel(copy)`, for a copy of the function. If the function uses a global name
+    whose value is a `ByDtype`, the copy uses the value for its own dtype.
+    """
+
+    def instances(body: Callable[..., Any]) -> ByDtype:
+        def instance(kind: Any) -> Any:
+            known = body.__globals__
+            own = {name: known[name][kind] for name in body.__code__.co_names if isinstance(known.get(name), ByDtype)}
+            made = FunctionType(body.__code__, known | own, body.__name__)
+            made.__module__, made.__qualname__ = body.__module__, f"{body.__qualname__}[{kind}]"
+            return make(made)
+
+        return ByDtype(instance, body.__module__ if make is kernel else "")
+
+    return instances
+
+
+@intrinsic(prefer_literal=True)
+def arguments(typing: Any, address: Any, n: Any) -> Any:
+    """In a kernel that takes only the address of its n arguments, return the n integers there as a tuple."""
+    number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.inttoptr(args[0], ir.PointerType(_I64))
+        places = [builder.gep(first, [ir.Constant(_I64, i)]) for i in range(number)]
+        return context.make_tuple(builder, result, [builder.load(place) for place in places])
+
+    return result(types.intp, n), generate
+
+
+@intrinsic
+def number_of(typing: Any, argument: Any) -> Any:
+    """In a kernel, decode an argument that `argument_of` encoded, as float32."""
+    return types.float32(types.intp), lambda context, builder, _, args: builder.fptrunc(
+        builder.bitcast(args[0], ir.DoubleType()), ir.FloatType()
+    )
+
+
+@intrinsic
+def call(typing: Any, address: Any, first: Any, stop: Any, argument: Any) -> Any:
+    """In a kernel, call the kernel at an address, which takes no memory, with one argument."""
+    return types.intp(*[types.intp] * 4), lambda context, builder, _, values: _status(
+        context, builder, *values[:3], _I64(0), values[3]
+    )
+
+
+@intrinsic
+def call_packed(typing: Any, address: Any, first: Any, stop: Any, memory: Any, args: Any, n_args: Any) -> Any:
+    """In a kernel, call another kernel with memory and with `n_args` arguments, read from the address `args`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        *own, at, number = values
+        end, status = builder.append_basic_block("called"), cgutils.alloca_once(builder, _I64)
+        arguments = builder.inttoptr(at, ir.PointerType(_I64))
+        chosen = builder.switch(number, end)
+        for n in range(MOST_ARGUMENTS + 1):
+            block = builder.append_basic_block("case")
+            chosen.add_case(_I64(n), block)
+            builder.position_at_end(block)
+            given = [builder.load(builder.gep(arguments, [_I64(i)])) for i in range(n)]
+            builder.store(_status(context, builder, *own, *given), status)
+            builder.branch(end)
+        builder.position_at_end(end)
+        return builder.load(status)
+
+    return types.intp(*[types.intp] * 6), generate
+
+
+def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
+    kinds = [types.intp] * len(values)
+    function = builder.inttoptr(address, ir.PointerType(context.call_conv.get_function_type(types.none, kinds)))
+    status, _ = context.call_conv.call_function(builder, function, types.none, kinds, values)
+    return builder.zext(status.is_error, _I64)
+
+
+def inner(body: Callable[..., Any], inlined: bool = True) -> Callable[..., Any]:
+    """Return a Numba function that is inlined into each kernel that calls it."""
+    with _ours():
+        return cast("Callable[..., Any]", numba.njit(forceinline=inlined, **_OPTIONS)(body))
+
+
+def separate(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a Numba function that kernels call without inlining, so that they compile faster than with `inner`."""
+    return inner(body, inlined=False)
+
+
+def intrinsic_of(name: str, signature: Any, emit: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a Numba intrinsic: a function that kernels can call. `emit(builder, *values)` emits its LLVM code.
+
+    `emit` returns the LLVM value of the result, or None if there is no result. `signature` is the only signature of the
+    intrinsic. `name` is what errors of Numba call the function.
+    """
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        result = emit(builder, *values)
+        return context.get_dummy_value() if result is None else result
+
+    def made(typing: Any, *args: Any) -> Any:
+        return signature, generate
+
+    names = ["typing", *(f"x{i}" for i in range(len(signature.args)))]
+    made.__signature__ = Signature([Parameter(x, Parameter.POSITIONAL_OR_KEYWORD) for x in names])  # type: ignore[attr-defined]
+    made.__name__ = made.__qualname__ = name
+    result: Callable[..., Any] = intrinsic(made)
+    return result

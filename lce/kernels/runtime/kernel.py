@@ -1,0 +1,136 @@
+"""Kernels as their wrappers call them: by name, with integers as arguments, on PyTorch's number of threads."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from lce.kernels.runtime import library, threads
+from lce.kernels.runtime.shared import Layout
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # names in kernels' code
+
+_SHARES = 64  # A slice is at first this share of a kernel's items, because nothing says how long an item takes.
+
+
+class _Thread(threading.local):
+    """Of each Python thread: where its calls of kernels are recorded, and what cuts them into slices."""
+
+    calls: list[Any] | None = None
+    slices: Slices | None = None
+
+
+class Slices:
+    """Runs kernels in slices of their items, and calls `pause` between two slices once its time has come.
+
+    `pause` returns the seconds until it is to be called again. It may run kernels, and those are not cut. Results have
+    the same bits as without slices, because an item's result depends on no other item.
+    """
+
+    def __init__(self, pause: Callable[[], float]) -> None:
+        self._pause = pause
+        self._until = 0.0
+
+    def run(self, address: int, n: int, args: Sequence[int], least: int, memory: int, tail: Sequence[int]) -> None:
+        """Run a kernel, as `threads.run` does. All slices share the `tail`: kernels count there what is done."""
+        shared = array("q", tail)
+        if tail:
+            args, tail = (*args, shared.buffer_info()[0]), ()
+        fewest = max(least, 1) * torch.get_num_threads()  # items, so that all threads have some
+        first, stop = 0, min(n, max(fewest, n // _SHARES))
+        while first < n:
+            began = time.perf_counter()
+            threads.run(address, stop, args, least, memory, tail, first)
+            now = time.perf_counter()
+            item_s = (now - began) / (stop - first)
+            if now >= self._until:
+                with sliced(None), recording(None):
+                    seconds = self._pause()
+                now = time.perf_counter()
+                self._until = now + seconds
+            size = max(fewest, int((self._until - now) / item_s))
+            first, stop = stop, n if stop + 2 * size >= n else stop + size
+
+
+_thread = _Thread()
+
+
+class Kernel:
+    """A kernel over n items: each thread calls the compiled body, `body(first, stop, memory, *args)`, for some items.
+
+    `name` is that of the body's module, without `_body`, and function: "products.product". `kind` selects the instance,
+    mostly by dtype. Arguments are 64-bit integers: numbers, addresses, and floats encoded by `argument_of`. The body
+    does not hold the GIL. The order of a sum does not depend on the number of threads.
+    """
+
+    def __init__(self, name: str, kind: Any = None) -> None:
+        self.name, self.kind = name, kind
+
+    def __call__(self, n: int, *args: int, least: int = 1, memory: int = 0, tail: Sequence[int] = ()) -> None:
+        """Run the body on the items `0..n-1`; if several threads share them, each takes at least `least` items.
+
+        Each thread has `memory` bytes of its own; a `tail` is one more argument, an address: as `threads.run` says.
+        """
+        if _thread.calls is not None:
+            _thread.calls.append((self.address, n, args, least, memory, tail))
+        run = threads.run if _thread.slices is None else _thread.slices.run
+        run(self.address, n, args, least, memory, tail)
+
+    @cached_property
+    def address(self) -> int:
+        """The address of the kernel's machine code, with which another kernel can `call` this one."""
+        return library.address(self.name, self.kind)
+
+
+def seam() -> None:
+    """Tell a recording that the calls since the last seam do not depend on those before them: it gets None."""
+    if _thread.calls is not None:
+        _thread.calls.append(None)
+
+
+@contextmanager
+def sliced(slices: Slices | None) -> Iterator[None]:
+    """Have this thread's calls of kernels inside `with` cut into slices; None stops that."""
+    before, _thread.slices = _thread.slices, slices
+    try:
+        yield
+    finally:
+        _thread.slices = before
+
+
+@contextmanager
+def recording(calls: list[Any] | None) -> Iterator[list[Any]]:
+    """Append this thread's calls of kernels inside `with` to `calls`; None stops an outer recording."""
+    before, _thread.calls = _thread.calls, calls
+    try:
+        yield calls if calls is not None else []
+    finally:
+        _thread.calls = before
+
+
+class Kernels(dict[Any, Kernel]):
+    """The instances of a kernel, made at the first look-up by dtype, or by a layout or a dtype and another dtype."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __missing__(self, kind: torch.dtype | tuple[Layout | torch.dtype, torch.dtype]) -> Kernel:
+        parts = kind if isinstance(kind, tuple) else (kind,)
+        labels = tuple(DTYPES[part] if isinstance(part, torch.dtype) else part for part in parts)
+        label = labels if isinstance(kind, tuple) else labels[0]
+        self[kind] = made = Kernel(self.name, label)
+        return made
+
+
+@cache
+def argument_of(number: float) -> int:
+    """Encode a float as a kernel's argument: the integer with the bits of the float64."""
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)

@@ -1,0 +1,183 @@
+"""Replays the kernels of a decode step: a model's Python runs for the first token, and only its kernels afterwards.
+
+Python between kernels takes a quarter of the time of a step of a small model. A step of one token calls the same
+kernels with the same weights and shapes again and again, except in attention, which is not recorded. Where attention is
+alike in all layers, the kernels of one layer's serve the later ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from lce.kernels.runtime.kernel import recording
+from lce.kernels.runtime.layer_jobs import LayerJobs, Range
+from lce.kernels.runtime.threads import Call, Jobs, run_jobs
+from lce.profiling import is_profiling
+from lce.progress import notice
+
+# The operators that may be called between kernels, by their names without overload: they compute nothing.
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in "view _unsafe_view reshape _reshape_alias split_with_sizes split chunk slice select transpose t "
+    "permute unsqueeze squeeze expand alias detach as_strided narrow unflatten".split()
+)
+_IDLE = _VIEWS | {"aten.empty", "aten.empty_like", "aten.new_empty"}
+_TEMPLATES = 2  # of the first calls of attention, one has kernels that serve all later layers, unless both compute
+
+
+class _Watch(TorchDispatchMode):
+    """Keeps the memory that operators allocate, so that no address is used twice, and notes the first that computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+        self.computed = ""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch from importing its compiler for this class, which takes a second."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_view, is_idle = _kind_of(func)
+        self.computed = self.computed or ("" if is_idle else str(func))
+        if not is_view:
+            self.held.append(found)
+        return found
+
+
+@cache
+def _kind_of(operator: Any) -> tuple[bool, bool]:
+    """Return whether an operator makes a view, and whether it computes nothing."""
+    name = str(operator).rpartition(".")[0]
+    return name in _VIEWS, name in _IDLE
+
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class _Recording:
+    """The kernels of a pass of one token of each of n lanes, in parts that end with a call of attention.
+
+    `x` is the memory of the hidden states before the pass, `result` that of the hidden states after it. For each call
+    of attention there is what it is asked, `(layer, q, k, v)`, and the memory where the next part reads its answer.
+    """
+
+    def __init__(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> None:
+        """Run `layers` on `x [n, hidden]`, and record its kernels."""
+        self.x, self.watch = x, _Watch()
+        self.asked: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self.answers: list[Tensor] = []
+        ends = [0]
+
+        def noted(*asked: Any) -> Tensor:
+            ends.append(len(calls))
+            with _disable_current_modes(), recording(None):
+                self.asked.append(asked)
+                self.answers.append(attend(*asked).clone())
+            return self.answers[-1]
+
+        with self.watch, recording([]) as calls:
+            self.result = layers(x, noted)
+        ends.append(len(calls))
+        self.parts = [Jobs(calls[first:last]) for first, last in pairwise(ends)]
+        self.alike, self.jobs = len(self.asked) > _TEMPLATES, LayerJobs()
+        fixed = [[*map(_range, (*asked[1:], kept))] for asked, kept in zip(self.asked, self.answers, strict=True)]
+        self._ranges = np.array(fixed, dtype=np.int64)  # [layers, 4, 2]
+
+    def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
+        """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does.
+
+        `attend.memory()`, if any, prepares all layers and returns the memory of each layer's keys and values; None if
+        one layer's attention does not tell what that of the others would do.
+        """
+        self.x.copy_(x)
+        memory = attend.memory() if self.alike and hasattr(attend, "memory") else None
+        for number, part in enumerate(self.parts):
+            part.run()
+            if number < len(self.asked):
+                template = number < _TEMPLATES and memory
+                watch, calls = _Watch(), list[Call | None]()
+                with watch if template else nullcontext(), recording(calls):
+                    answer, kept = attend(*self.asked[number]), self.answers[number]
+                if (answer.shape, answer.dtype) != (kept.shape, kept.dtype):
+                    return layers(x, _resumed([*self.answers[:number], answer], attend))
+                kept.copy_(answer)
+                if template and not watch.computed and answer.stride() == kept.stride():
+                    self._replay_alike(number, calls, answer, template)
+                    break
+                self.alike = self.alike and not (template and number == _TEMPLATES - 1)
+        return self.result.clone()
+
+    def _replay_alike(
+        self, template: int, calls: Sequence[Call | None], answer: Tensor, memory: Sequence[Sequence[Range]]
+    ) -> None:
+        """Run all that follows the template's attention: its `calls` in each layer, with the layer's own memory."""
+        ranges = np.concatenate((self._ranges, np.array(memory, dtype=np.int64)), axis=1)
+        own = ranges[template].copy()
+        own[self._ranges.shape[1] - 1] = _range(answer)
+        self.jobs.set(calls, own, ranges[template + 1 :])
+        first = self.parts[-1].linked(0)
+        for number in range(len(ranges) - 1, template, -1):
+            first = self.parts[number].linked(self.jobs.linked(number - template - 1, first))
+        run_jobs(first)
+
+
+def _range(x: Tensor) -> Range:
+    """Return the memory from a tensor's first number to its last one."""
+    return x.data_ptr(), (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) * x.itemsize
+
+
+def _resumed(answers: Sequence[Tensor], attend: Attend) -> Attend:
+    """Return a function that returns the answers, one at each call, and then does what `attend` does."""
+    known = iter(answers)
+
+    def resumed(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        answer = next(known, None)
+        return attend(layer, q, k, v) if answer is None else answer
+
+    return resumed
+
+
+class Replays:
+    """A model's recorded passes of one token of each of n lanes: for each thread and n, one."""
+
+    def __init__(self) -> None:
+        self._local, self._told = threading.local(), False
+
+    def run(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
+        """Return `layers(x, attend)` for a token of each of n lanes, `x [n, hidden]`; on a CPU, replay an earlier pass.
+
+        Nothing is replayed if an operator of PyTorch computes anything between two kernels, which a notice says once,
+        or while a profile is taken. Replayed results have the same bits. The next pass overwrites what attention is
+        asked with. Bytes kept: n activations in each layer.
+        """
+        n = len(x)
+        # By the number of lanes; False: a pass cannot be replayed, None: it is to be recorded.
+        held: dict[int, _Recording | bool | None] = vars(self._local).setdefault("held", {})
+        found = held.get(n)
+        if found is False or not x.is_cpu or not torch.is_inference_mode_enabled() or is_profiling():
+            return layers(x, attend)
+        held[n] = None  # and so it stays if attention raises an error
+        if isinstance(found, _Recording):
+            result = found.replay(x, layers, attend)
+        else:
+            found = _Recording(x, layers, attend)
+            result = found.result.clone()
+            if found.watch.computed and not self._told:
+                self._told = True
+                notice(f"steps are not recorded: {found.watch.computed} computes between kernels", logging.DEBUG)
+        held[n] = False if found.watch.computed else found
+        return result
