@@ -138,7 +138,7 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
                 if begun:
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
-                    indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
+                    indices = torch.tensor([i for lane in begun for i in range(*lane.indices)], device=device)
                     generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
                     attend = _LanesAttend(begun, sizes) if generated else begun[0].block
                     with sliced(None if generated else slices):
@@ -154,8 +154,8 @@ def forward(model: Model, lanes: Sequence[Lane], slices: Slices | None = None) -
                 for lane in group:
                     lane.cache.settle()
                 raise
-        failed = torch.full((), torch.nan).expand(model.config.vocab_size)
-        return [failed if lane.logits is None else lane.logits for lane in lanes]
+        size = model.config.vocab_size
+        return [torch.full((), torch.nan).expand(size) if lane.logits is None else lane.logits for lane in lanes]
 
 
 def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
@@ -193,6 +193,11 @@ class _LanesAttend:
             seam()
             first += size
         return joined
+
+    @property
+    def blind(self) -> bool:
+        """Whether a call only calls kernels, and reads none of their results."""
+        return self._spans is not None
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
         """Prepare all lanes' layers for one token; return `Block.memory` of all lanes, layer by layer, or None."""

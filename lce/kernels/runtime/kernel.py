@@ -25,6 +25,7 @@ class _Thread(threading.local):
     """Of each Python thread: where its calls of kernels are recorded, and what cuts them into slices."""
 
     calls: list[Any] | None = None
+    runs = True  # whether calls that are recorded run, too
     slices: Slices | None = None
 
 
@@ -81,6 +82,8 @@ class Kernel:
         """
         if _thread.calls is not None:
             _thread.calls.append((self.address, n, args, least, memory, tail))
+            if not _thread.runs:
+                return
         run = threads.run if _thread.slices is None else _thread.slices.run
         run(self.address, n, args, least, memory, tail)
 
@@ -107,13 +110,17 @@ def sliced(slices: Slices | None) -> Iterator[None]:
 
 
 @contextmanager
-def recording(calls: list[Any] | None) -> Iterator[list[Any]]:
-    """Append this thread's calls of kernels inside `with` to `calls`; None stops an outer recording."""
-    before, _thread.calls = _thread.calls, calls
+def recording(calls: list[Any] | None, runs: bool = True) -> Iterator[list[Any]]:
+    """Append this thread's calls of kernels inside `with` to `calls`, and only that unless it `runs` them.
+
+    None stops an outer recording.
+    """
+    before = _thread.calls, _thread.runs
+    _thread.calls, _thread.runs = calls, runs
     try:
         yield calls if calls is not None else []
     finally:
-        _thread.calls = before
+        _thread.calls, _thread.runs = before
 
 
 class Kernels(dict[Any, Kernel]):
