@@ -21,6 +21,7 @@ from lce import gpu
 from lce.attention.tiles import AT_ONCE, Runs, SlotQueries, Tiles
 from lce.attention.turn import SlotTurns, Turn, rotate
 from lce.errors import UsageError, nearest, shown
+from lce.kernels.dense.attention import LaneQueries
 from lce.kernels.merge.merging import merged
 from lce.kernels.runtime.kernel import DTYPES
 from lce.kernels.runtime.shared import ALIGNED, READ_PIECE
@@ -124,6 +125,10 @@ class Attention(ABC):
                 whole = unfold_chunks(q, len(k) // n_chunks, n_chunks).flatten(1, 2)
                 q, turn = fold_chunks(rotate(whole, turn).unflatten(1, (n_chunks, n)), len(k) // n_chunks), None
             return self.softmax(q, k[:, order.unseen :], v[:, order.unseen :], causal=causal, window=window, turn=turn)
+
+    def lanes(self, q: Tensor, turn: Turn, spans: Sequence[tuple[int, int]]) -> LaneQueries | None:
+        """Return what attends a generated token of each of several texts, or None: see `LaneQueries`."""
+        return None
 
     @abstractmethod
     def softmax(

@@ -1,6 +1,6 @@
 """The backend of lce's own compiled kernels for CPUs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from types import ModuleType
 
@@ -54,6 +54,9 @@ class Compiled(Torch):
             return super().softmax(q, k, v, causal=causal, window=window, turn=turn)
         found: Attended = kernels.dense_attention(q, k, v, causal, window, *(turn or ()))
         return found
+
+    def lanes(self, q: Tensor, turn: Turn, spans: Sequence[tuple[int, int]]) -> attention.LaneQueries | None:
+        return attention.LaneQueries(q, *turn, spans) if self.kernels(q, *turn) is attention else None
 
     def softmax_of_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """Compute the attention to each tile separately, so that no result depends on other tiles."""

@@ -1,11 +1,13 @@
 """Samples the tokens of an answer, and turns them into text. Later tokens never change text that was returned."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,13 +137,21 @@ class Sampler:
             logits = penalised(logits, self.sampling, self._prompt, answer)
         if self.sampling.temperature == 0:
             return likeliest_of(logits)
-        return int(torch.multinomial(probabilities_of(logits, self.sampling), 1, generator=self._random))
+        return drawn(probabilities_of(logits, self.sampling), self._random)
 
 
 @timed("sampling")
 def likeliest_of(logits: Tensor) -> int:
     """Return the index of the largest logit, the first of equal ones. See `check_logits` for why NumPy looks for it."""
     return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())
+
+
+def drawn(probabilities: Tensor, random: torch.Generator) -> int:
+    """Draw an index of `probabilities [vocab]` by one random number; `multinomial` draws one for each index."""
+    sums = probabilities.double().cumsum(0)
+    whole = float(sums[-1])
+    number = min(whole * float(torch.rand((), dtype=torch.float64, generator=random)), math.nextafter(whole, 0.0))
+    return int(np.searchsorted(sums.numpy(), number, side="right"))
 
 
 def penalised(logits: Tensor, sampling: Sampling, prompt: Tensor, answer: Sequence[int]) -> Tensor:

@@ -8,9 +8,11 @@ one by one, have the bits of their own steps.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +21,13 @@ from lce.cache.kv import KVCache
 from lce.errors import ModelError
 from lce.kernels.runtime.replay import Replays
 from lce.methods.run import Block, Driver
+from lce.methods.span_lanes import SpanLanes
 from lce.models.layers import Attend, Model
 from lce.models.products import SHARED_ROWS, Slices, put_tokens, seam, sliced
 from lce.models.rope import Rope
 from lce.profiling import timed
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -93,10 +98,10 @@ class Lane:
                 self.fail(error)
         return torch.zeros_like(q)
 
-    def memory(self) -> list[list[tuple[int, int]]] | None:
-        """Return `Block.memory` of the lane's pass; None if the lane fails."""
+    def attempt(self, what: Callable[[Block], T]) -> T | None:
+        """Return what a function does with the lane's block; None if the lane fails."""
         try:
-            return None if self.error else self.block.memory()
+            return None if self.error else what(self.block)
         except Exception as error:
             self.fail(error)
             return None
@@ -138,10 +143,9 @@ def forward(
                 if begun:
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
-                    indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
+                    indices = torch.tensor([i for lane in begun for i in range(*lane.indices)], device=device)
                     generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
-                    several = generated and sum(sizes) > 1
-                    attend: Attend = _LanesAttend(begun, sizes) if several else begun[0].block
+                    attend: Attend = _LanesAttend(begun, sizes) if generated else begun[0].block
                     x, attend = model.embedded(ids), model.attending(attend, indices)
                     if generated and replays is not None:
                         hidden = replays.run(x, partial(model, generated=True), attend)
@@ -159,8 +163,8 @@ def forward(
                 for lane in group:
                     lane.cache.settle()
                 raise
-        failed = torch.full((), torch.nan).expand(model.config.vocab_size)
-        return [failed if lane.logits is None else lane.logits for lane in lanes]
+        size = model.config.vocab_size
+        return [torch.full((), torch.nan).expand(size) if lane.logits is None else lane.logits for lane in lanes]
 
 
 def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
@@ -181,8 +185,16 @@ class _LanesAttend:
 
     def __init__(self, lanes: Sequence[Lane], sizes: Sequence[int]) -> None:
         self.lanes, self.sizes = lanes, sizes
+        self._spans: SpanLanes | None = None  # set by `memory`, if one call of Python serves all lanes
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._spans is not None:
+            with suppress(Exception):  # below, a lane that fails fails alone
+                if (out := self._spans(layer, q, k, v)) is not None:
+                    return out
+            self._spans = None
+        if self.sizes == [1]:
+            return self.lanes[0].attend_block(layer, q, k, v)
         joined, first = q.new_empty(q.shape[1], len(q), q.shape[2]).transpose(0, 1), 0
         for lane, size in zip(self.lanes, self.sizes, strict=True):
             out = lane.attend_block(layer, *(x[:, first : first + size] for x in (q, k, v)))
@@ -191,11 +203,22 @@ class _LanesAttend:
             first += size
         return joined
 
+    @property
+    def blind(self) -> bool:
+        """Whether a call only calls kernels, and reads none of their results."""
+        return self._spans is not None
+
     def memory(self) -> list[list[tuple[int, int]]] | None:
-        """Return `Block.memory` of all lanes, layer by layer; None if it is None for any lane."""
-        found = [memory for lane in self.lanes if (memory := lane.memory()) is not None]
-        layers = [list(chain(*layer)) for layer in zip(*found, strict=True)]
-        return layers if len(found) == len(self.lanes) else None
+        """Prepare all lanes' layers for one token; return `Block.memory` of all lanes, layer by layer, or None."""
+        found = [memory for lane in self.lanes if (memory := lane.attempt(lambda block: block.memory())) is not None]
+        if len(found) < len(self.lanes):
+            return None
+        with suppress(Exception):  # what raises here raises in a lane, too
+            self._spans = SpanLanes.of([lane.block for lane in self.lanes])
+        if self._spans is None:
+            for lane in self.lanes:
+                lane.attempt(lambda block: block.prepare())
+        return [list(chain(*layer)) for layer in zip(*found, strict=True)]
 
 
 @timed("sampling")

@@ -168,25 +168,34 @@ class Block:
             self.cache.prefetch(layer + 1)
         return out
 
+    @property
+    def acting(self) -> tuple[Method, Step]:
+        """The method that attends, and the step, of the first kind of layers."""
+        method, step = next(iter(self.steps.values()))[0]
+        return (method.inner if isinstance(method, Handover) and step.decoding else method), step
+
+    def prepare(self) -> None:
+        """Compute what all layers share for one token: then one layer's kernels serve all."""
+        (method, step), cache = self.acting, self.cache.layers[0]
+        method.prepare(cache.buffer.k.new_empty(1, 0, 1, dtype=cache.layout.dtype), cache, step)
+
     def memory(self) -> list[list[tuple[int, int]]] | None:
-        """Prepare all layers for one token; return the addresses and bytes of what each layer's attention reads.
+        """Make space in all layers for one token; return the addresses and bytes of what each layer's attention reads.
 
         Returns None unless the kernels of all layers' attention differ in addresses alone: there is one kind of layers,
         the method promises `alike`, its state is `steady`, nobody notes choices, and everything is in buffers.
         """
-        (method, step), *others = next(iter(self.steps.values()))
-        layers = self.cache.layers
-        acting = method.inner if isinstance(method, Handover) and step.decoding else method
-        if others or len(self.steps) > 1 or step.note or step.note_scores or not acting.promised("alike"):
+        (acting, step), layers = self.acting, self.cache.layers
+        if len(self.steps) > 1 or len(next(iter(self.steps.values()))) > 1 or step.stop > step.start + 1:
             return None
-        if step.stop > step.start + 1:
+        if step.note or step.note_scores or not acting.promised("alike"):
             return None
-        if len({method.layer_kind(layer) for layer in range(len(layers))}) > 1:
+        if layers[0].layout.format.rounds or len({acting.layer_kind(layer) for layer in range(len(layers))}) > 1:
             return None
         found, forms, start, stop = [], set(), step.start, step.stop
         for own in layers:
             kept = [state.steady(start) for state in own.state.values()]
-            if own.stack or own.layout.format.rounds or any(x is None for x, _ in kept):
+            if own.stack or any(x is None for x, _ in kept):
                 return None
             own.extend(stop)
             buffer = own.buffer

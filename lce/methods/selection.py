@@ -242,18 +242,22 @@ class Selection:
         this number. For any scores, even infinite and NaN ones, no query gets its own chunk or a later one.
         """
         n_chunks, device = scores.shape[-1], scores.device
+        forced = self.all_forced(n_chunks, step, device)
+        if self.n_near:
+            ids = step.once(f"ids {n_chunks}", lambda: torch.arange(n_chunks, device=device))
+            near = step.once(f"near {n_chunks}", lambda: ids >= self.ends(step, device))
+            scores = scores.masked_fill(near, -torch.inf)
+        return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)
+
+    def all_forced(self, n_chunks: int, step: Step, device: torch.device) -> Tensor:
+        """Return which of the first chunks each query always takes, `[T, n_chunks]`; computed once per pass."""
 
         def make() -> Tensor:
             chunk_ids, ends = torch.arange(n_chunks, device=device), self.ends(step, device)
             found = self.selector.forced(self, chunk_ids, ends)
             return (found & (chunk_ids < ends) if self.n_near else found).expand(len(ends), n_chunks).contiguous()
 
-        forced = step.once(f"forced {n_chunks}", make)
-        if self.n_near:
-            ids = step.once(f"ids {n_chunks}", lambda: torch.arange(n_chunks, device=device))
-            near = step.once(f"near {n_chunks}", lambda: ids >= self.ends(step, device))
-            scores = scores.masked_fill(near, -torch.inf)
-        return best_chunks(scores, forced, self.n_choices, step.start if step.at is None else step.at, self.size)
+        return step.once(f"forced {n_chunks}", make)
 
     def fitted(self, label: str, window: int) -> Self:
         """Return this selection with all knobs filled in. Raises `UsageError` for knobs that do not fit together."""

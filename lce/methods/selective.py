@@ -110,6 +110,11 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         if cache.index >= self.selection.dense_layers:
             self.selection.selector.keep_keys(self.selection, k, cache, step)
 
+    def prepare(self, like: Tensor, cache: LayerCache, step: Step) -> None:
+        if not self.selection.one_layer:  # the first layer's kernels would choose in others, too
+            super().prepare(like, cache, step)
+            self.selection.all_forced(step.stop // self.selection.size, step, like.device)
+
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         if cache.index >= self.selection.dense_layers:
             self.selection.selector.keep(self, self.selection, q, cache, step)

@@ -46,6 +46,11 @@ class Rope:
         """Return the positions of the tokens in these rows of the context's cache: `offset` more than the rows."""
         return rows + self.offset if self.offset else rows
 
+    def rotates_as(self, other: "Rope") -> bool:
+        """Return whether another RoPE turns vectors in the same way."""
+        same = (self.config, self.scale, self.offset) == (other.config, other.scale, other.offset)
+        return same and torch.equal(self.inv_freq, other.inv_freq)
+
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         """Return cosines and sines of the rotation to `positions`, `[*positions.shape, D/2]` each, on their device."""
         device = positions.device

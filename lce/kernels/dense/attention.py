@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -78,6 +79,44 @@ def dense_attention(
     given = q, k, v, cos, sin, out, lse, *sizes, generated, place, unseen, n_turns, *strides, *kernels, partial, *done
     _dense_tasks[q.dtype](n_tasks, memory=_memory(n_rows, dim) + more, tail=given)
     return out, lse
+
+
+class LaneQueries:
+    """The attention of generated tokens of B texts, `q [H, B, D]`, each to a span of keys of its own text.
+
+    `cos sin [B, D/2]` rotate the queries. `spans` has the first key and the stop of each, as indices in the text. Each
+    call of `attend` computes what `dense_attention` does for a token: its part of `out [B, H, D]`, `lse [B, H]`.
+    """
+
+    def __init__(self, q: Tensor, cos: Tensor, sin: Tensor, spans: Sequence[tuple[int, int]]) -> None:
+        (n_heads, n_lanes, dim), self.spans = q.shape, spans
+        assert cos.shape == sin.shape == (n_lanes, dim // 2), (cos.shape, sin.shape)
+        contiguous = q.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
+        assert contiguous, (q.stride(), cos.stride(), sin.stride())
+        self.q, self.turns = q, (cos, sin)
+        self.out, self.lse = torch.empty(n_lanes, n_heads, dim, dtype=q.dtype), torch.empty(n_lanes, n_heads)
+        self._n_pieces = [-(-(start % PIECE + stop - start) // PIECE) for start, stop in spans]
+        self._partial = torch.empty(sum(self._n_pieces) * n_heads * (dim + 17))
+        held = ((x.data_ptr(), x.itemsize * n) for x, n in ((q, q.stride(1)), (cos, dim // 2), (sin, dim // 2)))
+        self._asked = *held, (self.out.data_ptr(), q.itemsize * n_heads * dim), (self.lse.data_ptr(), 4 * n_heads)
+
+    def attend(self, lane: int, k: Tensor, v: Tensor, first: int) -> None:
+        """Attend in a lane: `k v [G, -, D]`; row 0 of the keys is that of token `first`, row 0 of the values of 0."""
+        q, (start, stop), n_pieces = self.q, self.spans[lane], self._n_pieces[lane]
+        (n_heads, _, dim), groups, size = q.shape, len(k), q.itemsize
+        (k_group, k_row, k_one), (v_group, v_row, v_one) = k.stride(), v.stride()
+        assert k.dtype is v.dtype is q.dtype, (k.dtype, v.dtype)
+        assert first <= start < stop <= min(first + k.shape[1], v.shape[1]), (first, start, stop, k.shape, v.shape)
+        assert (k_one, v_one, k.shape[2], v.shape[2]) == (1, 1, dim, dim), (k.shape, v.shape)
+        q_at, cos_at, sin_at, out_at, lse_at = (at + lane * n_bytes for at, n_bytes in self._asked)
+        k_at, v_at = k.data_ptr() + (start - first) * k_row * size, v.data_ptr() + start * v_row * size
+        partial_at = self._partial.data_ptr() + 4 * sum(self._n_pieces[:lane]) * n_heads * (dim + 17)
+        rep, n_keys, rows = n_heads // groups, stop - start, _attend_rows[q.dtype].address
+        sizes = groups, rep, 1, n_keys, dim, False, n_keys, 1, PIECE, True, True, start % PIECE, 0, 1
+        strides, done = (q.stride(0), 0, k_group, k_row, v_group, v_row), [0] * groups
+        addresses, kernels = (q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at), (_steepness(dim), rows, rows)
+        given = *addresses, *sizes, *strides, *kernels, partial_at, *done
+        _dense_tasks[q.dtype](groups * n_pieces, memory=_memory(rep, dim), tail=given)
 
 
 class RoutedAttention:

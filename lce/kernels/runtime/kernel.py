@@ -26,6 +26,7 @@ class _Thread(threading.local):
     """Of each Python thread: where its calls of kernels are recorded, and what cuts them into slices."""
 
     calls: list[Any] | None = None
+    runs = True  # whether calls that are recorded run, too
     slices: Slices | None = None
 
 
@@ -83,6 +84,8 @@ class Kernel:
         args, tail = ([x if type(x) is int else _word(x) for x in some] for some in (given, tail))
         if _thread.calls is not None:
             _thread.calls.append((self.address, n, args, least, memory, tail))
+            if not _thread.runs:
+                return
         run = threads.run if _thread.slices is None else _thread.slices.run
         run(self.address, n, args, least, memory, tail)
 
@@ -100,22 +103,25 @@ def seam() -> None:
 
 def sliced(slices: Slices | None) -> AbstractContextManager[Any]:
     """Have this thread's calls of kernels inside `with` cut into slices; None stops that."""
-    return _with("slices", slices)
+    return _with(slices=slices)
 
 
-def recording(calls: list[Any] | None) -> AbstractContextManager[Any]:
-    """Append this thread's calls of kernels inside `with` to `calls`; None stops an outer recording."""
-    return _with("calls", calls)
+def recording(calls: list[Any] | None, runs: bool = True) -> AbstractContextManager[Any]:
+    """Append this thread's calls of kernels inside `with` to `calls`, and only that unless it `runs` them.
+
+    None stops an outer recording.
+    """
+    return _with(calls=calls, runs=runs)
 
 
 @contextmanager
-def _with(name: str, value: Any) -> Iterator[Any]:
-    before = getattr(_thread, name)
-    setattr(_thread, name, value)
+def _with(**values: Any) -> Iterator[Any]:
+    before = {name: getattr(_thread, name) for name in values}
+    vars(_thread).update(values)
     try:
-        yield value
+        yield next(iter(values.values()))
     finally:
-        setattr(_thread, name, before)
+        vars(_thread).update(before)
 
 
 class Kernels(dict[Any, Kernel]):

@@ -37,10 +37,10 @@ class LayerJobs:
         self._runs: NDArray[np.int64] = self._words  # for each layer: the words of a job that runs all chains
         self._last: NDArray[np.int64] = self._words  # for each layer: the word with the address of what comes after it
 
-    def set(self, calls: Sequence[Call | None], own: Sequence[Range], others: Sequence[Sequence[Range]]) -> None:
-        """Make the jobs: of calls that use the memory `own`, with that of each of n layers instead. Time: O(calls · n).
+    def set(self, calls: Sequence[Call | None], own: NDArray[np.int64], others: NDArray[np.int64]) -> None:
+        """Make the jobs: of calls that use the ranges `own [r, 2]`, with those of n layers, `others [n, r, 2]`.
 
-        `others` has, for each layer, as many ranges as `own` has. Words that are no address of `own` stay.
+        Words that are no address of `own` stay. Time: O(calls · n).
         """
         made, offsets, columns = array("q"), list[int](), list[int]()
         tails: list[int] = []  # the places of the addresses of tails
@@ -58,7 +58,7 @@ class LayerJobs:
             self._words = np.empty((len(others), len(made)), dtype=np.int64)
             self._base = self._words.ctypes.data
         self._words[:] = np.frombuffer(made, dtype=np.int64)
-        self._move(np.array(columns), np.array(own, dtype=np.int64), np.array(others, dtype=np.int64))
+        self._move(np.array(columns), own, others)
         for place in tails:
             self._words[:, place] = self._addresses(place + 1)
         self._link(calls, offsets)

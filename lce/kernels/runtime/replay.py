@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -32,7 +32,7 @@ _VIEWS = frozenset(
     "permute unsqueeze squeeze expand alias detach as_strided narrow unflatten".split()
 )
 _IDLE = _VIEWS | {"aten.empty", "aten.empty_like", "aten.new_empty"}
-_TEMPLATE = 1  # the number of the attention whose kernels serve all later layers: the first prepares what all share
+_TEMPLATES = 2  # of the first calls of attention, one has kernels that serve all later layers, unless both compute
 
 
 class _Watch(TorchDispatchMode):
@@ -92,44 +92,70 @@ class _Recording:
             self.result = layers(x, noted)
         ends.append(len(calls))
         self.parts = [Jobs(calls[first:last]) for first, last in pairwise(ends)]
-        self.alike, self.jobs = len(self.asked) > _TEMPLATE + 1, LayerJobs()
+        self.alike, self.jobs = len(self.asked) > _TEMPLATES, LayerJobs()
+        fixed = [[*map(_range, (*asked[1:], kept))] for asked, kept in zip(self.asked, self.answers, strict=True)]
+        self._ranges = np.array(fixed, dtype=np.int64)  # [layers, 4, 2]
+        self._held: list[Any] = []  # the memory of the kernels that are to run
 
     def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
         """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does.
 
         `attend.memory()`, if any, prepares all layers and returns the memory of each layer's keys and values; None if
-        one layer's attention does not tell what that of the others would do.
+        one layer's attention does not tell what that of the others would do. If `attend.blind` is true before and after
+        a call, the call reads no result of a kernel: its kernels may run later.
         """
         self.x.copy_(x)
         memory = attend.memory() if self.alike and hasattr(attend, "memory") else None
+        if memory and getattr(attend, "blind", False):
+            answer, calls, serves = self._template(0, attend, runs=False)
+            if serves and getattr(attend, "blind", False):
+                self._run_alike(0, 0, calls, answer, memory)
+                return self.result.clone()
         for number, part in enumerate(self.parts):
             part.run()
             if number < len(self.asked):
-                template = number == _TEMPLATE and memory
-                watch, calls = _Watch(), list[Call | None]()
-                with watch if template else nullcontext(), recording(calls):
-                    answer, kept = attend(*self.asked[number]), self.answers[number]
+                template = number < _TEMPLATES and memory
+                if template:
+                    answer, calls, serves = self._template(number, attend)
+                else:
+                    answer = attend(*self.asked[number])
+                kept = self.answers[number]
                 if (answer.shape, answer.dtype) != (kept.shape, kept.dtype):
                     return layers(x, _resumed([*self.answers[:number], answer], attend))
                 kept.copy_(answer)
-                if template and not watch.computed and answer.stride() == kept.stride():
-                    self._replay_alike(calls, answer, template)
+                if template and serves:
+                    self._run_alike(number + 1, number, calls, answer, template)
                     break
-                self.alike = self.alike and not template
+                self.alike = self.alike and not (template and number == _TEMPLATES - 1)
         return self.result.clone()
 
-    def _replay_alike(self, calls: Sequence[Call | None], answer: Tensor, memory: Sequence[Sequence[Range]]) -> None:
-        """Run all that follows the template's attention: its `calls` in each layer, with the layer's own memory."""
-        ranges = [
-            [*map(_range, (*asked[1:], kept)), *there]
-            for asked, kept, there in zip(self.asked, self.answers, memory, strict=True)
-        ]
-        own = [*map(_range, (*self.asked[_TEMPLATE][1:], answer)), *memory[_TEMPLATE]]
-        self.jobs.set(calls, own, ranges[_TEMPLATE + 1 :])
-        first = self.parts[-1].linked(0)
-        for number in range(len(ranges) - 1, _TEMPLATE, -1):
-            first = self.parts[number].linked(self.jobs.linked(number - _TEMPLATE - 1, first))
-        run_jobs(first)
+    def _template(self, number: int, attend: Attend, runs: bool = True) -> tuple[Tensor, list[Call | None], bool]:
+        """Attend in a layer; return the answer, the kernels, which may run, and whether they serve other layers."""
+        watch, calls, kept = _Watch(), list[Call | None](), self.answers[number]
+        with watch, recording(calls, runs):
+            answer = attend(*self.asked[number])
+        self._held = watch.held
+        alike = (answer.shape, answer.dtype, answer.stride()) == (kept.shape, kept.dtype, kept.stride())
+        return answer, calls, alike and not watch.computed
+
+    def _run_alike(
+        self,
+        first: int,
+        template: int,
+        calls: Sequence[Call | None],
+        answer: Tensor,
+        memory: Sequence[Sequence[Range]],
+    ) -> None:
+        """Run all from part `first` on, with the template's `calls` as attention, on each layer's own memory."""
+        ranges = np.concatenate((self._ranges, np.array(memory, dtype=np.int64)), axis=1)
+        own = ranges[template].copy()
+        own[self._ranges.shape[1] - 1] = _range(answer)
+        self.jobs.set(calls, own, ranges[first:])
+        job = self.parts[-1].linked(0)
+        for number in range(len(ranges) - 1, first - 1, -1):
+            job = self.parts[number].linked(self.jobs.linked(number - first, job))
+        run_jobs(job)
+        self._held = []
 
 
 def _range(x: Tensor) -> Range:

@@ -6,6 +6,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from numba import carray, int64
@@ -145,7 +146,7 @@ def test_jobs_of_several_lanes_do_for_other_layers_what_was_recorded_for_one(thr
     ranges = [[(each.data_ptr(), each.nbytes) for each in (*x[layer], *out[layer])] for layer in range(4)]
     jobs, first = LayerJobs(), 0
     for _ in range(2):  # the second time, the memory of the jobs is used again
-        jobs.set(calls, ranges[0], ranges[1:])
+        jobs.set(calls, np.array(ranges[0]), np.array(ranges[1:]))
     for layer in reversed(range(3)):
         first = jobs.linked(layer, first)
     run_jobs(first)
