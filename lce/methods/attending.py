@@ -8,8 +8,9 @@ query (causal), or if both starts and stops grow by 1 (a causal window).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
@@ -84,6 +85,16 @@ def attend_all(method: Declaring, q: Tensor, cache: LayerCache, step: Step) -> T
     n = q.shape[1]
     placed = PlacedPart(Part((0, n), 0, exact=True), step.true_turn(q), [DenseCall(0, n, 0, step.stop, causal=True)])
     return attend_spans(q, placed, TurnedKeys(method, None, cache, step), step)[0]  # type: ignore[arg-type]
+
+
+@singledispatch
+def prepare(method: Declaring, like: Tensor, cache: LayerCache, step: Step) -> None:
+    """Compute what layers share in a step, like `like [1, 0, 1]`: then one layer's kernels serve all layers."""
+    if not cache.turned:
+        step.key_turn(method.key_positions, like)
+    scaled(method, like, step)
+    with suppress(NotImplementedError):  # a method may attend without parts
+        placed_parts(method, like, cache, step)
 
 
 def scaled(method: Declaring, q: Tensor, step: Step) -> Tensor:

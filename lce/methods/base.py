@@ -39,7 +39,7 @@ from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import FileTensor, MethodState
 from lce.methods import hooks
-from lce.methods.attending import PlacedPart, attend_parts, attend_spans, placed_parts, scaled
+from lce.methods.attending import PlacedPart, attend_parts, attend_spans, scaled
 from lce.methods.costs import Cost, QueryBlock
 from lce.methods.decoding import Span, bound_for, decode_parts
 from lce.methods.knobs import fill_in
@@ -233,14 +233,6 @@ class Method:
         self.keep_queries(q, cache, step)
         q = scaled(self, q, step)
         return decode_parts(self, q, cache, step) if is_recorded(step) else attend_parts(self, q, cache, step)
-
-    def prepare(self, like: Tensor, cache: LayerCache, step: Step) -> None:
-        """Compute what layers share in a step, like `like [1, 0, 1]`: then one layer's kernels serve all layers."""
-        if not cache.turned:
-            step.key_turn(self.key_positions, like)
-        scaled(self, like, step)
-        if type(self).parts_of is not Method.parts_of:
-            placed_parts(self, like, cache, step)
 
     def attend_part(self, q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended | None:
         """Return the attention of unrotated queries `[H, T, D]` to a part; None: to no key.

@@ -15,6 +15,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.errors import CapacityError, UsageError, shown
+from lce.methods.attending import prepare
 from lce.methods.base import Method
 from lce.methods.full import OwnWindow
 from lce.methods.registry import as_method
@@ -177,7 +178,7 @@ class Block:
     def prepare(self) -> None:
         """Compute what all layers share for one token: then one layer's kernels serve all."""
         (method, step), cache = self.acting, self.cache.layers[0]
-        method.prepare(cache.buffer.k.new_empty(1, 0, 1, dtype=cache.layout.dtype), cache, step)
+        prepare(method, cache.buffer.k.new_empty(1, 0, 1, dtype=cache.layout.dtype), cache, step)
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
         """Make space in all layers for one token; return the addresses and bytes of what each layer's attention reads.

@@ -15,7 +15,7 @@ from lce.cache.layout import AccessPattern, CacheLayout, query_bytes
 from lce.cache.method_state import FileTensor, MethodState, OpenChunk, Summaries
 from lce.errors import UsageError
 from lce.methods import choosing
-from lce.methods.attending import PlacedPart, attend_all, attend_parts, attend_spans, placed_parts, scaled
+from lce.methods.attending import PlacedPart, attend_all, attend_parts, attend_spans, placed_parts, prepare, scaled
 from lce.methods.base import ATTENDING, ATTENTION, Example, Method, Promise, Promises, filled, is_like, knob, resolved
 from lce.methods.budget import TOP_P, Budget
 from lce.methods.costs import Cost, QueryBlock
@@ -110,11 +110,6 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         if cache.index >= self.selection.dense_layers:
             self.selection.selector.keep_keys(self.selection, k, cache, step)
 
-    def prepare(self, like: Tensor, cache: LayerCache, step: Step) -> None:
-        if not self.selection.one_layer:  # the first layer's kernels would choose in others, too
-            super().prepare(like, cache, step)
-            self.selection.all_forced(step.stop // self.selection.size, step, like.device)
-
     def keep_queries(self, q: Tensor, cache: LayerCache, step: Step) -> None:
         if cache.index >= self.selection.dense_layers:
             self.selection.selector.keep(self, self.selection, q, cache, step)
@@ -176,6 +171,13 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
 
     def choice_cost(self, block: QueryBlock) -> Cost:
         return choosing.cost(self.selection, block)
+
+
+@prepare.register(ChunkMethod)
+def _(method: ChunkMethod, like: Tensor, cache: LayerCache, step: Step) -> None:
+    if not method.selection.one_layer:  # else the first layer's kernels would choose in others, too
+        prepare.dispatch(object)(method, like, cache, step)
+        method.selection.all_forced(step.stop // method.selection.size, step, like.device)
 
 
 @dataclass(frozen=True)
