@@ -51,6 +51,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         is_view, is_idle = _kind_of(func)
+        if func is torch.ops.aten.reshape.default:  # a view, or else a copy
+            is_view = is_idle = found.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
         self.computed = self.computed or ("" if is_idle else str(func))
         if not is_view:
             self.held.append(found)

@@ -344,3 +344,17 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
     monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
     for one, other in zip(ours, passes(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_reshape_that_copies_is_no_view() -> None:
+    """Queries in another order than their memory has: a recording must not take the copy for the answer itself."""
+    replays, heads = Replays(), torch.arange(24.0).view(2, 3, 4)
+
+    def layers(x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        out: Tensor = attend(0, x, x, x).transpose(0, 1).reshape(3, 8)
+        return out
+
+    with torch.inference_mode():
+        for step in range(3):
+            expected = (heads + step).transpose(0, 1).reshape(3, 8)
+            assert torch.equal(replays.run(torch.zeros(3, 8), layers, lambda *_, s=step: heads + s), expected)
