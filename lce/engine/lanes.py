@@ -143,7 +143,7 @@ def forward(
                 if begun:
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
-                    indices = torch.tensor([i for lane in begun for i in range(*lane.indices)], device=device)
+                    indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
                     generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
                     attend: Attend = _LanesAttend(begun, sizes) if generated else begun[0].block
                     x, attend = model.embedded(ids), model.attending(attend, indices)

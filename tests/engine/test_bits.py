@@ -96,8 +96,11 @@ def random_cuts(chance: random.Random, n: int = N) -> list[int]:
     return cuts[: chance.randint(min(1, len(cuts)), len(cuts))]
 
 
+QUICK = ("full", "longheads", "self_extend", "pages")
+
+
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(each, marks=SLOW) for each in KINDS[1:])], ids=str)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in METHODS])
 def test_neither_blocks_nor_hits_nor_forks_nor_restarts_nor_threads(
     name: str, kind: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from lce.kernels.runtime.vectors import FLOATS, WORDS, const, i64, loop, multipl
 _WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
 _STEP = 4 if _WIDE else 1  # the most vectors of codes in one step of the innermost loop, so that registers suffice
 _CHAINS = 4 if _WIDE else 2  # partial sums of a dot product, kept apart so that no addition waits for the one before it
-_AHEAD = 32  # vectors of codes, 2 KiB: how far ahead they are asked for, since a processor guesses to a page's end
+_AHEAD = 64  # vectors of codes, 4 KiB: how far ahead they are asked for, since a processor guesses to a page's end
 BLOCKS = 4  # blocks with which a row of x is multiplied at a time
 _VECTOR = 4 * LANES  # bytes of a vector
 _HALF_FLOATS, _BYTES, _HALVES = (ir.VectorType(each, LANES) for each in (ir.HalfType(), ir.IntType(8), ir.IntType(16)))
@@ -161,9 +161,8 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
             def add_vectors(step: Any, before: Any) -> Any:
                 sums, vector = dict(before), builder.add(first, builder.mul(step, i64(n_unrolled)))
                 for j in range(n_unrolled):
-                    vectors.fetch(
-                        builder, builder.add(codes, builder.mul(builder.add(vector, i64(_AHEAD + j)), i64(_VECTOR)))
-                    )
+                    ahead = builder.mul(builder.add(vector, i64(_AHEAD + j)), i64(_VECTOR))
+                    vectors.fetch(builder, builder.add(codes, ahead), 2)
                 pairs = (_pairs(builder, bits, in_place, *v) for v in _loaded(builder, bits, codes, vector, n_unrolled))
                 for n, weights in enumerate(itertools.chain.from_iterable(pairs)):
                     number = builder.add(builder.mul(step, i64(size // 2 // n_steps)), i64(n))

@@ -59,8 +59,8 @@ def test_every_text_is_read_as_alone(tiny_model: Path, kind: dict[str, Any]) -> 
 @pytest.mark.parametrize(("rope", "expected"), [("none", 32 + 64 + 4 + 34 + 94 + 108 + 70 + 1), ("dynamic", None)])
 def test_prefixes(tiny_model: Path, rope: str, expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model, block=BLOCK, rope=rope, rope_factor=None if rope == "none" else 2.0)
-    read, append = [], running.append
-    monkeypatch.setattr(running, "append", lambda *given, **how: read.append(len(given[2])) or append(*given, **how))
+    read, lane_of = [], running.lane_of
+    monkeypatch.setattr(running, "lane_of", lambda *given, **how: read.append(len(given[2])) or lane_of(*given, **how))
     contexts = [context for _, context in read_all(engine, TEXTS)]
     different = [text for number, text in enumerate(TEXTS) if text not in TEXTS[:number]]
     assert sum(read) == (sum(map(len, different)) if expected is None else expected)
@@ -70,7 +70,7 @@ def test_prefixes(tiny_model: Path, rope: str, expected: int | None, monkeypatch
 
 def test_the_longest_is_refused_before_any_work(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = lce.load(tiny_model)
-    monkeypatch.setattr(running, "append", None)
+    monkeypatch.setattr(running, "lane_of", None)
     with pytest.raises(lce.CapacityError):
         next(read_all(engine, TEXTS, [1 << 50] * len(TEXTS)))
     assert list(read_all(engine, [])) == []
