@@ -24,8 +24,7 @@ def test_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_dtype_is_slower_than_the_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without products of bfloat16, which torch multiplies slowly, is measured by what it is fast at."""
     rates = {torch.float32: 170e9, torch.bfloat16: 20e9, torch.int8: 90e9}
-    monkeypatch.setattr(measured, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(measured, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(measured, "_most_bytes", lambda device: 1 << 20)  # smaller than caches: speeds do not matter
     monkeypatch.setattr(measured, "rate", lambda shapes, rows, dtype, device: rates[dtype])
     found = ceilings([(16, 32)], 8, torch.bfloat16, torch.device("cpu"))
     assert (found.products, found.fastest, found.product) == ({"float32": 170e9, "int8": 90e9}, "float32", 170e9)
