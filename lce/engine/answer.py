@@ -137,7 +137,7 @@ class Sampler:
             logits = penalised(logits, self.sampling, self._prompt, answer)
         if self.sampling.temperature == 0:
             return likeliest_of(logits)
-        return drawn(probabilities_of(logits, self.sampling), self._random)
+        return draw(probabilities_of(logits, self.sampling), self._random)
 
 
 @timed("sampling")
@@ -146,8 +146,8 @@ def likeliest_of(logits: Tensor) -> int:
     return int(logits.numpy().argmax() if logits.is_cpu else logits.argmax())
 
 
-def drawn(probabilities: Tensor, random: torch.Generator) -> int:
-    """Draw an index of `probabilities [vocab]` by one random number; `multinomial` draws one for each index."""
+def draw(probabilities: Tensor, random: torch.Generator) -> int:
+    """Draw an index of `probabilities [vocab]`, on the CPU, by one random number. Time: O(vocab)."""
     sums = probabilities.double().cumsum(0)
     whole = float(sums[-1])
     number = min(whole * float(torch.rand((), dtype=torch.float64, generator=random)), math.nextafter(whole, 0.0))

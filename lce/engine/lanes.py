@@ -132,9 +132,8 @@ def forward(
     """Append each lane's tokens to its cache; return the logits after each lane, `[vocab]` float32.
 
     `replays`, if any, has the recorded steps of generated tokens. With `slices`, the kernels of a lane of read tokens
-    on a CPU run in slices. If a lane fails, its
-    `error` says why, its logits are NaN, and the other lanes go on. After an interruption each cache has all tokens of
-    its lane or none.
+    on a CPU run in slices. If a lane fails, its `error` says why, its logits are NaN, and the other lanes go on. After
+    an interruption each cache has all tokens of its lane or none.
     """
     with torch.inference_mode():
         for group in groups([lane for lane in lanes if lane.recorded is None or not lane.replayed()]):

@@ -209,7 +209,7 @@ class Block:
 
 
 def _attend_rows(method: Method, q: Tensor, own: LayerCache, step: Step) -> Tensor:
-    """Return the method's output for several generated tokens, with the bits of their own steps."""
+    """Return the method's output `[H, T, D]` for T generated tokens. Each has the bits of its own step."""
     rows = [step.once(f"row {t}", lambda t=t: step.part(t, t + 1)) for t in range(q.shape[1])]  # type: ignore[misc]
     return torch.cat([method.attend(q[:, t : t + 1], own, row) for t, row in enumerate(rows)], dim=1)
 

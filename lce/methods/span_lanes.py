@@ -15,12 +15,12 @@ from lce.attention import Turn, merge
 from lce.cache.layer import LayerCache
 from lce.cache.layout import segment_of
 from lce.cache.method_state import RecentRows
-from lce.kernels.runtime.kernel import seam
 from lce.methods.attending import bounds, declared, turn_of
 from lce.methods.base import Method
 from lce.methods.parts import CHOSEN, RECENT, Part
 from lce.methods.run import Block
 from lce.methods.step import DeviceStep, PassFacts, Step
+from lce.models.products import seam
 
 Span = tuple[int, int]
 
