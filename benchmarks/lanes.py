@@ -144,7 +144,7 @@ def steps(engine: Any, contexts: list[Any], n_steps: int) -> tuple[list[float], 
     for step in range(n_steps):
         lanes = [lane_of(engine.setup, context, [7 + step], decoding=True) for context in contexts]
         started = time.perf_counter()
-        found.append(torch.stack(forward(engine.setup.model, lanes, engine.setup.replays)))
+        found.append(torch.stack(forward(engine.setup.model, lanes, engine.setup.recorder)))
         seconds.append(time.perf_counter() - started)
         for lane in lanes:
             lane.check()

@@ -16,7 +16,7 @@ import lce
 from gpu_stages.setup import Setup, graph_figures, last_lines
 from lce.attention import Attention
 from lce.cache.limits import Limits
-from lce.engine.graph import one_by_one
+from lce.engine.lanes import one_by_one
 
 ROOT = Path(__file__).parent.parent.parent
 METHODS = ("full", "longheads", "infllm", "esa", "dca", "quest", "streaming")
@@ -216,7 +216,7 @@ def graph_beside_eager(setup: Setup, demo: Demo, method: str, ids: list[int]) ->
         eager_tokens, eager = answer(engine, fork, n)
     first = next((i for i, (a, b) in enumerate(zip(tokens, eager_tokens, strict=True)) if a != b), None)
     difference = float((logits - eager).abs().max() / eager.abs().max())
-    figures = graph_figures(context)
+    figures = graph_figures(engine, context)
     expected = setup.cuda and engine.method.promised("recorded") and Attention.choose("auto").decodes
     return {
         "tokens": n,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import lce
+from lce.engine.graph import Graphs
 
 ERROR_LINES = 12  # of a traceback
 
@@ -82,11 +83,11 @@ class Setup:
         return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
 
 
-def graph_figures(context: lce.Context) -> dict[str, Any]:
+def graph_figures(engine: lce.Engine, context: lce.Context) -> dict[str, Any]:
     """Return whether a context's decode steps were recorded, or why not."""
-    graph = context.graph
-    if graph is None:
+    if not isinstance(recorder := engine.setup.recorder, Graphs):
         return {"graph": "none"}
+    graph = recorder.of(context.cache)
     return {"graph": graph.refused or "recorded", "recorded": graph.n_recorded, "replayed": graph.n_replayed}
 
 

@@ -84,7 +84,7 @@ class Batch(Unique):
         self._choosing = threading.Lock()  # for `_using`, so that each method has one setup
         self._using = lru_cache(MOST_METHODS)(setup.using)
         self._prefixes.learn(setup)
-        self._scheduler = Scheduler(setup.model, setup.replays, self.max_lanes, self.max_waiting, self._prefixes)
+        self._scheduler = Scheduler(setup.model, setup.recorder, self.max_lanes, self.max_waiting, self._prefixes)
         self._process = os.getpid()
         atexit.register(self._at_exit)
 

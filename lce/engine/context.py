@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, TypeVar
+from typing import ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, TypeVar
 
 from torch import Tensor
 
@@ -17,9 +17,6 @@ from lce.errors import UsageError, shown
 from lce.files import path_of
 from lce.models.rope import Rope
 from lce.sizes import count
-
-if TYPE_CHECKING:
-    from lce.engine.graph import DecodeGraph
 
 T = TypeVar("T")
 
@@ -67,7 +64,6 @@ class Context(Unique):
         self._only_read = data.only_read  # so many first tokens, or more than there are after `truncate`
         self._saves = data.saves
         self._last = data.cache.length, data.logits  # a number of cached tokens, and the logits after them
-        self.graph: DecodeGraph | None = None  # the recorded decode steps, if any
         self._lock = Lock()  # the call or stream that uses the context holds this lock
 
     def __len__(self) -> int:
@@ -149,7 +145,7 @@ class Context(Unique):
         """Free memory and files, as the end of `with` does. Raises `UsageError` while in use; so does any later use."""
         if self._cache is not None:
             with self.hold():
-                self._cache, self._last, self.graph = None, (0, None), None
+                self._cache, self._last = None, (0, None)
 
     def __enter__(self) -> Self:
         self.cache  # noqa: B018  raises if the context was closed

@@ -1,4 +1,4 @@
-"""Decode steps on a GPU as CUDA graphs: the step of one token is recorded once and replayed for later tokens.
+"""Decode steps on a GPU as CUDA graphs: the step of one token of a context is recorded once, and replayed later.
 
 A step has hundreds of kernels, and launching them one by one takes longer than running them; a graph is one launch.
 Everything that changes from token to token is on the device: the token, its index, and what the method computes from
@@ -11,43 +11,27 @@ after the committed tokens, so its result can be dropped if the text ends or con
 
 from __future__ import annotations
 
-import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.engine.lanes import Lane, check_logits
+from lce.engine.lanes import PAUSES, Lane, Recorder, check_logits
 from lce.methods.run import Driver
 from lce.methods.step import DeviceStep, OnDevice
 from lce.models.layers import Model
 from lce.models.rope import Rope
-from lce.progress import notice
 
 Work = Callable[[], None]
 
-_pauses: set[object] = set()  # one object per active `one_by_one`; unless empty, nothing is recorded
 _capturing = Lock()  # held by the thread that records: one thread may record at a time
-_said: set[str] = set()  # the reasons why steps are not recorded that a notice has told
 _failed: list[object] = []  # graphs whose capture failed, kept because PyTorch's allocator may still refer to them
-
-
-@contextmanager
-def one_by_one() -> Iterator[None]:
-    """Record and replay no decode step of this process inside `with`, so that single calls can be observed."""
-    pause = object()
-    try:
-        _pauses.add(pause)
-        yield
-    finally:
-        _pauses.discard(pause)
 
 
 class CudaTape:
@@ -125,30 +109,70 @@ class RecordedStep:
     replay: Work | None = None
 
 
+class Graphs(Recorder):
+    """The recorded decode steps of contexts, while their caches live. `tape_of` makes a tape for a device."""
+
+    def __init__(self, tape_of: Callable[[torch.device], CudaTape]) -> None:
+        self._tape_of, self._said = tape_of, {""}
+        self._held: WeakKeyDictionary[KVCache, DecodeGraph] = WeakKeyDictionary()
+
+    def run(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
+        left = []
+        for lane in lanes:
+            graph = self._held.get(lane.cache)
+            early = None if graph is None else graph.early()
+            if not lane.decoding or PAUSES:
+                left.append(lane)
+                continue
+            if graph is None or graph.driver is not lane.driver:
+                graph = DecodeGraph(model, lane.driver, lane.cache, self._tape_of(lane.cache.layout.device))
+                self._held[lane.cache], early = graph, None
+            try:
+                if not graph.append(lane, early):
+                    left.append(lane)
+            except Exception as error:
+                lane.fail(error)
+            if graph.refused not in self._said:
+                self._said.add(self.refused(graph.refused))
+        return left
+
+    def why_not(self, cache: KVCache) -> str:
+        return self.of(cache).refused
+
+    def of(self, cache: KVCache) -> DecodeGraph:
+        """Return the recorded steps of a context that has decoded."""
+        return self._held[cache]
+
+
 class DecodeGraph:
-    """The recorded decode steps of one context, which owns this object.
+    """The recorded decode steps of one context.
 
     The graph's own memory holds one step's temporary tensors. `refused` says why no step can be recorded, or is empty.
     """
 
-    def __init__(self, model: Model, driver: Driver, device: torch.device, tape: CudaTape) -> None:
-        self.model, self.driver, self.tape = model, driver, tape
-        self.token, self.index = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-        self.logits = torch.zeros(model.config.vocab_size, dtype=torch.float32, device=device)
-        self.numbers = torch.zeros(2, dtype=torch.int64, device=device)
-        self.refused = ""
+    def __init__(self, model: Model, driver: Driver, cache: KVCache, tape: CudaTape) -> None:
+        self.model, self.driver, self.tape, layout = model, driver, tape, cache.layout
+        self.token, self.index = (torch.zeros(1, dtype=torch.int64, device=layout.device) for _ in range(2))
+        self.logits = torch.zeros(model.config.vocab_size, dtype=torch.float32, device=layout.device)
+        self.numbers = torch.zeros(2, dtype=torch.int64, device=layout.device)
+        able = driver.method.promised("recorded") and driver.attention.decodes(layout.dtype, layout.head_dim)
+        self.refused = "" if able else f"the step of {driver.method.label} is not made for it on this device"
         self.n_recorded = self.n_replayed = 0
         self._step: RecordedStep | None = None
         self._early: tuple[Launched, int] | None = None  # the step launched early, if any, and its token
 
-    def append(self, lane: Lane) -> bool:
+    def early(self) -> tuple[Launched, int] | None:
+        """Return the step that was launched early, if any, and its token. The step can serve only the next pass."""
+        early, self._early = self._early, None
+        return early
+
+    def append(self, lane: Lane, early: tuple[Launched, int] | None) -> bool:
         """Append the token of `lane`, a context's part in a pass, by a recorded step; set its `logits` and `likeliest`.
 
         Returns False, and appends nothing, if this step must run kernel by kernel. If `lane.ahead`, the step of the
         likeliest next token is launched too. After an error or an interruption the cache is as before.
         """
-        early, self._early = self._early, None  # a step launched early can serve only the next pass
-        if self.refused or _pauses or len(lane.token_ids) > 1:
+        if self.refused or len(lane.token_ids) > 1:
             return False
         start, cache, token_id = lane.start, lane.cache, lane.token_ids[0]
         cache.make_space(start + 1)
@@ -240,6 +264,3 @@ class DecodeGraph:
 
     def _refuse(self, why: str) -> None:
         self.refused, self._step = why, None
-        if why not in _said:
-            _said.add(why)
-            notice(f"steps are not recorded as CUDA graphs: {why}", logging.DEBUG)

@@ -6,9 +6,11 @@ on a CPU the bits of a lane's results do not depend on other lanes; and several 
 one by one, have the bits of their own steps.
 """
 
+import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -19,13 +21,13 @@ from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.errors import ModelError
-from lce.kernels.runtime.replay import Replays
 from lce.methods.run import Block, Driver
 from lce.methods.span_lanes import SpanLanes
 from lce.models.layers import Attend, Model
 from lce.models.products import SHARED_ROWS, Slices, put_tokens, seam, sliced
 from lce.models.rope import Rope
 from lce.profiling import timed
+from lce.progress import notice
 
 T = TypeVar("T")
 
@@ -38,16 +40,14 @@ class Lane:
     are those after each generated token, `[T, vocab]`, and `hidden [T, hidden]` are the last layer's states. After a
     failure the cache is as before, and `error` says why.
 
-    `recorded`, if any, appends the lane's token by a recorded step, or returns False if there is no such step. A
-    recorded step sets `likeliest`, the likeliest next token, instead of `hidden`. With `ahead` the step of the token
-    `likeliest` may be launched early.
+    A step that is recorded as a CUDA graph sets `likeliest`, the likeliest next token, instead of `drawn` and `hidden`.
+    With `ahead` the step of the token `likeliest` may be launched early.
     """
 
     driver: Driver
     cache: KVCache
     rope: Rope
     token_ids: Sequence[int]
-    recorded: "Callable[[Lane], bool] | None" = None
     ahead: bool = False
     decoding: bool = False  # whether the tokens, at most `SHARED_ROWS`, were sampled or are proposed: see `Step`
     logits: Tensor | None = None
@@ -72,14 +72,6 @@ class Lane:
                 raise error
         finally:
             del error  # the error's traceback refers to this frame: `del` breaks the cycle
-
-    def replayed(self) -> bool:
-        """Replay a recorded step if possible. Return True if the step was replayed or failed."""
-        try:
-            return self.recorded is not None and self.recorded(self)
-        except Exception as error:
-            self.fail(error)
-            return True
 
     def begin(self) -> bool:
         """Begin the pass: make space in the cache for the lane's tokens. Return False if the lane has failed."""
@@ -126,44 +118,90 @@ class Lane:
             self.hidden, self.logits, self.drawn, self.error = None, None, None, error
 
 
+class Recorder(ABC):
+    """What records the steps of a model, for all contexts and threads: lists of kernels on CPUs, graphs on GPUs.
+
+    A step's Python runs once; later steps run again what it launched. What changes from step to step (tokens, indices,
+    lengths, addresses, chosen chunks) is written to memory that a recorded step reads; all else is fixed. A step that
+    is not recorded runs kernel by kernel, with the same result. Nobody but `forward` knows that steps are recorded.
+    """
+
+    @abstractmethod
+    def run(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
+        """Append the tokens of lanes that share products; return the lanes that must run kernel by kernel.
+
+        Those are lanes of read tokens, among others, and all lanes inside `one_by_one`. The first time, or the first
+        times, a step is recorded while it runs. A lane that fails has its `error`.
+        """
+
+    @abstractmethod
+    def why_not(self, cache: KVCache) -> str:
+        """Return why the steps of a context are not recorded; nothing as long as nothing speaks against it."""
+
+    def refused(self, why: str) -> str:
+        """Say under `--debug` that steps are not recorded; return why."""
+        notice(f"steps are not recorded: {why}", logging.DEBUG)
+        return why
+
+
+PAUSES: set[object] = set()  # one object per active `one_by_one`; unless empty, nothing is recorded or replayed
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Record and replay no decode step of this process inside `with`, so that single calls can be observed."""
+    pause = object()
+    try:
+        PAUSES.add(pause)
+        yield
+    finally:
+        PAUSES.discard(pause)
+
+
 def forward(
-    model: Model, lanes: Sequence[Lane], replays: Replays | None = None, slices: Slices | None = None
+    model: Model, lanes: Sequence[Lane], recorder: Recorder | None = None, slices: Slices | None = None
 ) -> list[Tensor]:
     """Append each lane's tokens to its cache; return the logits after each lane, `[vocab]` float32.
 
-    `replays`, if any, has the recorded steps of generated tokens. With `slices`, the kernels of a lane of read tokens
-    on a CPU run in slices. If a lane fails, its `error` says why, its logits are NaN, and the other lanes go on. After
-    an interruption each cache has all tokens of its lane or none.
+    `recorder`, if any, records and replays the steps of generated tokens. With `slices`, the kernels of a lane of read
+    tokens on a CPU run in slices. If a lane fails, its `error` says why, its logits are NaN, and the other lanes go on.
+    After an interruption each cache has all tokens of its lane or none.
     """
     with torch.inference_mode():
-        for group in groups([lane for lane in lanes if lane.recorded is None or not lane.replayed()]):
-            try:
-                begun = [lane for lane in group if lane.begin()]
-                if begun:
-                    device = model.layers[0].device
-                    ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
-                    indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
-                    generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
-                    attend: Attend = _LanesAttend(begun, sizes) if generated else begun[0].block
-                    x, attend = model.embedded(ids), model.attending(attend, indices)
-                    if generated and replays is not None:
-                        hidden = replays.run(x, partial(model, generated=True), attend)
-                    else:
-                        with sliced(slices):
-                            hidden = model(x, attend, generated)
-                    last = model.logits(hidden if generated else hidden[-1:], drawn=True)
-                    rows = last.split(sizes) if generated else [last]
-                    for lane, part, logits in zip(begun, hidden.split(sizes), rows, strict=True):
-                        lane.finish(part, logits)
-            except Exception as error:  # a shared product failed
-                for lane in group:
-                    lane.fail(error)
-            except BaseException:
-                for lane in group:
-                    lane.cache.settle()
-                raise
+        for group in groups(lanes):
+            if left := group if recorder is None else recorder.run(model, group):
+                generated = group[0].decoding
+                with sliced(None if generated else slices):
+                    append(model, left, partial(model, generated=generated))
         size = model.config.vocab_size
         return [torch.full((), torch.nan).expand(size) if lane.logits is None else lane.logits for lane in lanes]
+
+
+def append(model: Model, lanes: Sequence[Lane], layers: Callable[[Tensor, Attend], Tensor]) -> None:
+    """Append the tokens of lanes that share products, or of one lane of read tokens, after a pass through `layers`.
+
+    `layers(x, attend)` returns the last hidden states `[T, hidden]` for the first ones. A lane that fails, fails alone.
+    """
+    try:
+        begun = [lane for lane in lanes if lane.begin()]
+        if begun:
+            device = model.layers[0].device
+            ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
+            indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
+            generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
+            attend: Attend = LanesAttend(begun, sizes) if generated else begun[0].block
+            hidden = layers(model.embedded(ids), model.attending(attend, indices))
+            last = model.logits(hidden if generated else hidden[-1:], drawn=True)
+            rows = last.split(sizes) if generated else [last]
+            for lane, part, logits in zip(begun, hidden.split(sizes), rows, strict=True):
+                lane.finish(part, logits)
+    except Exception as error:  # a shared product failed
+        for lane in lanes:
+            lane.fail(error)
+    except BaseException:
+        for lane in lanes:
+            lane.cache.settle()
+        raise
 
 
 def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
@@ -179,7 +217,7 @@ def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:
     return [*shared, *([lane] for lane in lanes if not lane.decoding)]
 
 
-class _LanesAttend:
+class LanesAttend:
     """The attention of lanes of `sizes` generated tokens, on `q [H, B, D]`, `k v [G, B, D]` for B tokens in all."""
 
     def __init__(self, lanes: Sequence[Lane], sizes: Sequence[int]) -> None:
@@ -188,9 +226,11 @@ class _LanesAttend:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._spans is not None:
-            with suppress(Exception):  # below, a lane that fails fails alone
+            try:
                 if (out := self._spans(layer, q, k, v)) is not None:
                     return out
+            except Exception as error:  # below, a lane that fails fails alone
+                _fell_back(error)
             self._spans = None
         if self.sizes == [1]:
             return self.lanes[0].attend_block(layer, q, k, v)
@@ -204,20 +244,30 @@ class _LanesAttend:
 
     @property
     def blind(self) -> bool:
-        """Whether a call only calls kernels, and reads none of their results."""
+        """Whether a call only calls kernels, and reads none of their results: its kernels may run later."""
         return self._spans is not None
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
-        """Prepare all lanes' layers for one token; return `Block.memory` of all lanes, layer by layer, or None."""
+        """Prepare all layers for the lanes' tokens; return the memory of each layer's keys and values, of all lanes.
+
+        Returns None if the attention of one layer does not tell what that of the others would do: see `Block.memory`.
+        """
         found = [memory for lane in self.lanes if (memory := lane.attempt(lambda block: block.memory())) is not None]
         if len(found) < len(self.lanes):
             return None
-        with suppress(Exception):  # what raises here raises in a lane, too
+        try:
             self._spans = SpanLanes.of([lane.block for lane in self.lanes])
+        except Exception as error:  # what raises here raises in a lane, too
+            _fell_back(error)
         if self._spans is None:
             for lane in self.lanes:
                 lane.attempt(lambda block: block.prepare())
         return [list(chain(*layer)) for layer in zip(*found, strict=True)]
+
+
+def _fell_back(error: Exception) -> None:
+    """Say under `--debug` why lanes that could be attended together are attended one by one."""
+    notice(f"lanes attend one by one: {type(error).__name__}: {error}", logging.DEBUG)
 
 
 @timed("sampling")

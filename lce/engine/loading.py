@@ -13,12 +13,12 @@ from lce.cache.layout import all_devices, device_layout, devices_text
 from lce.engine.engine import Engine
 from lce.engine.identity import Identity
 from lce.engine.options import LoadOptions, option, takes
+from lce.engine.recorder import KernelLists
 from lce.engine.saving import ContextFiles
 from lce.engine.setup import Planned, Setup
 from lce.engine.sizing import devices_of, facts_of, fitted, sizes_of
 from lce.errors import UsageError, shown
 from lce.files import named
-from lce.kernels.runtime.replay import Replays
 from lce.methods.base import Method
 from lce.methods.registry import with_knobs
 from lce.methods.run import Driver
@@ -89,15 +89,17 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
         _check_same(sharing, made, checkpoint)
     kinds = layout.dtype, config.vocab_size, layout.kv_dtype, made.weights
     identity = Identity(lambda: config.identity(checkpoint.fingerprint()), chosen, made.window, made.rope, *kinds)
-    files, tape = ContextFiles(layout, identity), None
+    files, recorder = ContextFiles(layout, identity), None if sharing is None else sharing.setup.recorder
     if made.division is not None:
         from lce.engine.divided_files import DividedFiles
 
         files = DividedFiles.of(layout, identity, made.division)
-    elif layout.device.type == "cuda" and chosen.promised("recorded") and attention.decodes(layout.dtype, own.head_dim):
-        from lce.engine.graph import CudaTape
+    if recorder is None and layout.on_cpu:
+        recorder = KernelLists()
+    elif recorder is None and layout.device.type == "cuda" and made.division is None:
+        from lce.engine.graph import CudaTape, Graphs
 
-        tape = CudaTape
+        recorder = Graphs(CudaTape)
     return Setup(
         **vars(made),
         model=_model(made, checkpoint, scheme) if sharing is None else sharing.setup.model,
@@ -107,8 +109,7 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
         files=files,
         driver=Driver(chosen, attention, made.window, own.n_kv_heads, own.sliding_window, own.kinds),
         eos_ids=frozenset((*config.eos_ids, *tokenizer.eos_ids)),
-        replays=Replays() if sharing is None else sharing.setup.replays,
-        tape=tape,
+        recorder=recorder,
         again=partial(_again, replace(given, sharing=None)),
     )
 

@@ -8,7 +8,7 @@ import torch
 from lce.cache.layout import all_devices
 from lce.engine.context import Context, given_context
 from lce.engine.engine import Engine
-from lce.engine.graph import one_by_one
+from lce.engine.lanes import one_by_one
 from lce.engine.running import append, prompt_ids
 from lce.errors import UsageError, shown
 from lce.profiling import Profile, profiling

@@ -97,13 +97,8 @@ def stream(setup: Setup, prompt: object, options: Options, flag: CancelFlag, res
 
 
 def lane_of(setup: Setup, context: Context, ids: Sequence[int], driver: Driver | None = None, **how: Any) -> Lane:
-    """Return a `Lane` with the flags `how` that appends `ids`. With a `driver` or without `tape`, none is recorded."""
-    if setup.tape is not None and context.graph is None:
-        from lce.engine.graph import DecodeGraph
-
-        context.graph = DecodeGraph(setup.model, setup.driver, setup.device, setup.tape(setup.device))
-    recorded = context.graph.append if driver is None and setup.tape is not None and context.graph else None
-    return Lane(driver or setup.driver, context.cache, context.rope, ids, recorded, **how)
+    """Return a `Lane` with the flags `how` that appends `ids`."""
+    return Lane(driver or setup.driver, context.cache, context.rope, ids, **how)
 
 
 def append(
@@ -125,7 +120,7 @@ def append(
     for ids in parts:
         lane = lane_of(setup, context, ids, driver, **how)
         try:
-            forward(setup.model, [lane], setup.replays, slices)
+            forward(setup.model, [lane], setup.recorder, slices)
             lane.check()
         except Exception as error:
             context.data.blame(error)

@@ -23,14 +23,13 @@ import torch
 from lce.cache.kv import off_grid
 from lce.engine.answer import Answer
 from lce.engine.context import Context, new_context, reserve
-from lce.engine.lanes import forward
+from lce.engine.lanes import Recorder, forward
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
 from lce.engine.requests import Request
 from lce.engine.running import append, goes_on, lane_of
 from lce.engine.stream import Piece
 from lce.errors import BusyError, CapacityError, DataError, UsageError
-from lce.kernels.runtime.replay import Replays
 from lce.models.layers import Model
 from lce.models.products import Slices
 from lce.progress import reported
@@ -47,8 +46,10 @@ RETRY_S = 0.05  # between two looks whether a request need wait no longer
 class Scheduler:
     """Runs requests of contexts of one model, up to `max_lanes` at once; `max_waiting` more wait in order."""
 
-    def __init__(self, model: Model, replays: Replays, max_lanes: int, max_waiting: int, prefixes: PrefixCache) -> None:
-        self.model, self.replays, self.prefixes = model, replays, prefixes
+    def __init__(
+        self, model: Model, recorder: Recorder | None, max_lanes: int, max_waiting: int, prefixes: PrefixCache
+    ) -> None:
+        self.model, self.recorder, self.prefixes = model, recorder, prefixes
         self.max_lanes, self.max_waiting = max_lanes, max_waiting
         self.totals: Counter[str] = Counter()
         self._changed = prefixes.changed  # guards the queue
@@ -162,7 +163,7 @@ class Scheduler:
         began = time.perf_counter()
         pairs = [(each, each.context) for each in asked if each.context is not None]
         lanes = [lane_of(each.setup, context, context.uncached, decoding=True) for each, context in pairs]
-        forward(self.model, lanes, self.replays)
+        forward(self.model, lanes, self.recorder)
         for (request, context), lane in zip(pairs, lanes, strict=True):
             request.is_sound = lane.error is None
             try:

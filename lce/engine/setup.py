@@ -15,9 +15,9 @@ import torch
 from lce.cache.layout import CacheLayout
 from lce.engine.arguments import Sampling
 from lce.engine.identity import Identity
+from lce.engine.lanes import Recorder
 from lce.engine.saving import ContextFiles
 from lce.errors import LceError, ModelError, UsageError, WindowWarning, shown
-from lce.kernels.runtime.replay import Replays
 from lce.methods import registry
 from lce.methods.attending import skips
 from lce.methods.auto import Choice, choice_for
@@ -37,7 +37,6 @@ from lce.weights.source import Source
 
 if TYPE_CHECKING:
     from lce.engine.grammar import Vocabulary
-    from lce.engine.graph import CudaTape
 
 T = TypeVar("T")
 INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  # the folders of lce and torch
@@ -144,8 +143,8 @@ class _End:
 class Setup(Planned):
     """A model with an attention method, and all options of `lce.load` with their values. Immutable.
 
-    `eos_ids` end an answer. `replays` has the model's recorded steps on CPUs. `tape` makes recorders of CUDA graphs; if
-    it is None, no decode step is recorded as a graph. `again` loads another method with the same options.
+    `eos_ids` end an answer. `recorder` records decode steps, if any are recorded. `again` loads another method with the
+    same options.
     """
 
     model: Model
@@ -155,8 +154,7 @@ class Setup(Planned):
     files: ContextFiles
     driver: Driver
     eos_ids: frozenset[int]
-    replays: Replays
-    tape: "Callable[[torch.device], CudaTape] | None"
+    recorder: Recorder | None
     again: "Callable[[str | Method, Setup], Setup]"
     _end: _End = field(default_factory=_End)  # freed after the model, because it is the last attribute
 

@@ -185,7 +185,7 @@ def test_no_tokens_that_are_proposed_with_it(name: str, kind: dict[str, Any], fo
             if n
         ]
         with threads(chance.choice([1, 2, 3, 4])):
-            forward(setup.model, own, setup.replays)
+            forward(setup.model, own, setup.recorder)
         found = (x for lane in own for x in (lane.drawn, lane.hidden))
         for number, n in enumerate(some):
             for each in zip(*steps[number][at[number] : at[number] + n], strict=True) if n else ():

@@ -18,7 +18,9 @@ from torch import Tensor
 import lce
 from lce.attention import Attended, Attention, Runs, Turn, rotate
 from lce.attention.compiled import Compiled
-from lce.engine.graph import Work, one_by_one
+from lce.engine.graph import DecodeGraph, Graphs, Work
+from lce.engine.lanes import one_by_one
+from lce.engine.recorder import KernelLists
 from lce.engine.running import append, unread
 from lce.kernels.runtime import launching
 from lce.methods import Full, LongHeads, Method, Quest, ReRope, SelfExtend
@@ -89,11 +91,15 @@ def loaded(folder: Path, method: Method, tape: type[Again] | None = Again, **opt
 
 def taped(engine: lce.Engine, tape: type[Again] = Again) -> lce.Engine:
     driver = replace(engine.setup.driver, attention=PlainRuns())
-    engine.setup = replace(engine.setup, tape=tape, driver=driver)
+    engine.setup = replace(engine.setup, recorder=Graphs(tape), driver=driver)
     return engine
 
 
-def on_gpu(folder: Path, method: Method, dtype: str) -> list[tuple[list[int], Tensor, lce.Context]]:
+def graph_of(engine: lce.Engine, context: lce.Context) -> DecodeGraph:
+    return engine.setup.recorder.of(context.cache)
+
+
+def on_gpu(folder: Path, method: Method, dtype: str) -> list[tuple[list[int], Tensor, DecodeGraph | None]]:
     """Tokens and last logits of an engine on a GPU: kernel by kernel, and recorded."""
     engine, found = lce.load(folder, method, block=32, device="cuda", dtype=dtype), []
     for alone in (one_by_one, nullcontext):
@@ -101,7 +107,7 @@ def on_gpu(folder: Path, method: Method, dtype: str) -> list[tuple[list[int], Te
         with alone():
             ids = engine.generate([7, 8], context=context, max_tokens=16).token_ids
             engine.prefill([*ids[-1:], 9], context=context)
-        found.append((ids, context.logits.cpu(), context))
+        found.append((ids, context.logits.cpu(), engine.setup.recorder._held.get(context.cache)))
     return found
 
 
@@ -129,9 +135,9 @@ def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkey
     (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], "float32")
     assert ids == plain
     assert torch.allclose(ours, logits, atol=1e-4)
-    assert recorded.graph.refused == ""
-    assert recorded.graph.n_recorded <= 2
-    assert recorded.graph.n_replayed >= 10
+    assert recorded.refused == ""
+    assert recorded.n_recorded <= 2
+    assert recorded.n_replayed >= 10
 
 
 @pytest.mark.cuda
@@ -140,9 +146,9 @@ def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkey
 @pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
 def test_a_cuda_graph_gives_what_its_kernels_give(name: str, dtype: str, tiny_model: Path) -> None:
     (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], dtype)
-    assert recorded.graph.refused == ""
+    assert recorded.refused == ""
     # "shared" keeps 8 recent queries in a buffer, which is replaced every 8 tokens: one more recording than the others.
-    assert recorded.graph.n_replayed >= (9 if name == "shared" else 10)
+    assert recorded.n_replayed >= (9 if name == "shared" else 10)
     if dtype == "float32":  # in half precision two likely tokens may change places
         assert ids == plain
         assert torch.allclose(ours, logits, atol=1e-3)
@@ -159,8 +165,7 @@ def test_tokens_and_what_is_kept_are_those_of_ordinary_steps(method: Method, tin
         said = [each.generate(question, context=context, max_tokens=20, **how).token_ids for each, context in both]
         assert said[0] == said[1]
         same_state(*contexts)
-    graph = contexts[1].graph
-    assert contexts[0].graph is None
+    graph = graph_of(engine, contexts[1])
     assert graph.n_replayed > 30
     assert graph.n_recorded < 12, "buffers stay where they are from one chunk to the next"
     contexts[1].save(tmp_path / "saved")
@@ -181,7 +186,7 @@ def test_a_step_that_was_launched_early_is_dropped_where_the_text_goes_on_otherw
         for _ in range(4):
             next(stream)
         stream.close()  # a step is under way
-        assert each is not engine or context.graph._early
+        assert each is not engine or graph_of(engine, context)._early
         n = len(context)
         context.truncate(n - 3)
         said.append(each.generate([11], context=context, max_tokens=1).token_ids)  # ends before the next step
@@ -199,7 +204,7 @@ def test_the_step_of_the_likeliest_token_is_under_way_while_the_host_reads_it(ti
     stream = engine.stream([5], context=context, max_tokens=12)
     for _ in range(4):
         next(stream)
-    graph = context.graph
+    graph = graph_of(engine, context)
     early, token_id = graph._early
     assert early.start == context.cache.length
     assert token_id == context.token_ids[-1], "drawn since"
@@ -213,7 +218,7 @@ def test_a_closed_context_frees_its_memory_at_once(tiny_model: Path) -> None:
     engine = loaded(tiny_model, METHODS["full"])
     context = engine.prefill(PROMPT, length=200)
     engine.generate([5], context=context, max_tokens=6)
-    assert context.graph.n_replayed > 0
+    assert graph_of(engine, context).n_replayed > 0
     memory = [ref(x) for x in context.cache.memory if x is not None]
     gc.disable()
     try:
@@ -229,22 +234,21 @@ def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch
     engine.generate([5], context=context, max_tokens=6)
     n, logits = context.cache.length, context.logits
     bad = torch.full((300,), torch.nan)
-    context.graph._early = None
+    graph_of(engine, context)._early = None
     with monkeypatch.context() as patch:
         patch.setattr(engine.setup.model, "logits", lambda x, drawn: bad[None])
         with pytest.raises(lce.ModelError, match="not finite"):
-            append(engine.setup, context, unread(engine.setup, context))
+            append(engine.setup, context, unread(engine.setup, context), decoding=True)
     assert (context.cache.length, context.logits) == (n, logits)
-    append(engine.setup, context, unread(engine.setup, context))
+    append(engine.setup, context, unread(engine.setup, context), decoding=True)
     plain = loaded(tiny_model, METHODS["longheads"], None)
     again = plain.prefill(context.token_ids, length=200)
     assert torch.allclose(context.logits, again.logits, atol=1e-4)
 
 
 def test_runs_kernel_by_kernel_where_it_must(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lce.engine.graph._said", set())
     caplog.set_level(logging.DEBUG, "lce")
 
     class HostScores(LongHeads):
@@ -264,17 +268,18 @@ def test_runs_kernel_by_kernel_where_it_must(
         context = engine.new_context(100)
         found = engine.generate(PROMPT, context=context, max_tokens=12).token_ids
         assert found == truth or "kv_dtype" in options
-        assert context.graph.n_replayed == 0, options
-        assert bool(context.graph.refused) == (not options)
+        assert graph_of(engine, context).n_replayed == 0, options
+        assert bool(graph_of(engine, context).refused) == (not options)
         if isinstance(method, HostScores):
-            assert context.graph.refused == "the method asks for start, which only the device knows"
-            assert sum(context.graph.refused in line for line in caplog.messages) == 1, "a notice says why, once"
+            assert graph_of(engine, context).refused == "the method asks for start, which only the device knows"
+            assert sum(graph_of(engine, context).refused in line for line in caplog.messages) == 1, (
+                "a notice says why, once"
+            )
     engine = loaded(tiny_model, longheads)
     context = engine.new_context(100)
     with lce.profiled(engine) as profile:
         assert engine.generate(PROMPT, context=context, max_tokens=12).token_ids == truth
     assert profile.calls
-    assert context.graph.n_replayed == 0
+    assert context.cache not in engine.setup.recorder._held
     assert len(engine.logits(PROMPT[:33])) == 33, "a block of one token keeps its hidden state"
-    assert loaded(tiny_model, longheads, None).setup.tape is None
-    assert lce.load(tiny_model, longheads).setup.tape is None, "nothing is recorded on a CPU"
+    assert isinstance(lce.load(tiny_model, longheads).setup.recorder, KernelLists)

@@ -59,11 +59,11 @@ def test_every_method_has_the_bits_that_it_has_alone(n_threads: int, options: di
                 ids = texts[name][read[name] : read[name] + n]
                 read[name] += len(ids)
                 single = lane_of(engine, alone[name], ids)
-                (logits,) = forward(engine.setup.model, [single], engine.setup.replays)
+                (logits,) = forward(engine.setup.model, [single], engine.setup.recorder)
                 texts[name] += [int(logits.argmax())] if read[name] == len(texts[name]) else []
                 passed[name] = single
             lanes = [lane_of(engines[name], shared[name], lane.token_ids) for name, lane in passed.items()]
-            together = forward(engine.setup.model, lanes, engine.setup.replays)
+            together = forward(engine.setup.model, lanes, engine.setup.recorder)
             for (name, single), lane, logits in zip(passed.items(), lanes, together, strict=True):
                 lane.check()
                 assert torch.equal(logits, single.logits), (turn, name)
@@ -89,7 +89,7 @@ def beside_a_failing_lane(folder: Path, error: type[BaseException]) -> tuple[lis
     contexts = [engine.prefill(tokens(20, seed=i)) for i, engine in enumerate(engines)]
     pairs = zip(engines, contexts, strict=True)
     lanes = [lane_of(engine, context, [5 + i]) for i, (engine, context) in enumerate(pairs)]
-    return lanes, lambda: forward(good.setup.model, lanes, good.setup.replays)
+    return lanes, lambda: forward(good.setup.model, lanes, good.setup.recorder)
 
 
 def test_a_lane_that_fails_fails_alone(tiny_model: Path) -> None:
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite_are_one_lane_s_error(tiny_model: Path, monke
     broken = torch.tensor([1])
     monkeypatch.setattr(engine.setup.model, "logits", lambda x, drawn: head(x, drawn).index_fill(0, broken, torch.nan))
     lanes = [lane_of(engine, context, [5]) for context in contexts]
-    forward(engine.setup.model, lanes, engine.setup.replays)
+    forward(engine.setup.model, lanes, engine.setup.recorder)
     assert [lane.cache.length for lane in lanes] == [10, 9]
     with pytest.raises(lce.ModelError, match="not finite after token 9"):
         lanes[1].check()
@@ -130,7 +130,7 @@ def test_a_product_that_fails_is_every_lane_s_error(tiny_model: Path, monkeypatc
     engine = lce.load(tiny_model, block=BLOCK)
     lanes = [lane_of(engine, engine.prefill(tokens(9, seed=i)), [5]) for i in range(2)]
     monkeypatch.setattr(engine.setup.model, "_of_generated", [None])
-    assert torch.stack(forward(engine.setup.model, lanes, engine.setup.replays)).isnan().all()
+    assert torch.stack(forward(engine.setup.model, lanes, engine.setup.recorder)).isnan().all()
     assert [lane.cache.length for lane in lanes] == [9, 9]
     for lane in lanes:
         with pytest.raises(AttributeError):

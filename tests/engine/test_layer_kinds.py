@@ -25,7 +25,7 @@ from lce.weights.source import Source
 from lce_lab.eval.meter import AttentionMeter
 from lce_lab.study.recording import record
 from tests.checkpoints import tokens
-from tests.engine.test_graph import PlainRuns, taped
+from tests.engine.test_graph import PlainRuns, graph_of, taped
 from tests.kinds import ACTING, KINDS, METHODS, SLIDING, attended, load, of_kinds, save_made, true_logits
 from tests.pretended import pretended_gpus
 
@@ -146,7 +146,7 @@ def test_recorded_steps_turn_by_each_layers_rope(made: Path, name: str, monkeypa
     expected = engine.generate(TEXT, max_tokens=14).token_ids
     context = taped(engine).prefill(TEXT)
     assert engine.generate("", max_tokens=14, context=context).token_ids == expected
-    assert context.graph.n_replayed >= 6, context.graph.refused
+    assert graph_of(engine, context).n_replayed >= 6, graph_of(engine, context).refused
     if name == "dca":
         monkeypatch.setattr(Attention, "choose", lambda name: PlainRuns())
         monkeypatch.setattr(launching, "installed", lambda: False)
@@ -154,7 +154,7 @@ def test_recorded_steps_turn_by_each_layers_rope(made: Path, name: str, monkeypa
             engine = load(made, name, block=64, device="cuda")
             context = engine.prefill(TEXT)
             assert engine.generate("", max_tokens=7, context=context).token_ids == expected[:7]
-            assert context.graph.n_replayed >= 3, context.graph.refused
+            assert graph_of(engine, context).n_replayed >= 3, graph_of(engine, context).refused
 
 
 def test_a_trace_shows_that_sliding_layers_choose_nothing(made: Path) -> None:

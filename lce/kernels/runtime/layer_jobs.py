@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from lce.kernels.runtime import library, words
-from lce.kernels.runtime.threads import Call, job_of
+from lce.kernels.runtime.threads import Call, Scratch, job_of
 
 Range = tuple[int, int]  # an address, and the number of bytes that lie there
 _ARGS, _NEXT = words.CALL_ARGS // 8, words.CALL_NEXT // 8
@@ -29,7 +29,8 @@ class LayerJobs:
     has so much work that other threads would wait for it. What follows the last seam comes after them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
         self._words: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
         self._base = 0  # the address of `_words`
         self._held: list[Any] = []
@@ -46,7 +47,7 @@ class LayerJobs:
         tails: list[int] = []  # the places of the addresses of tails
         self._held = []
         for call in filter(None, calls):
-            held, job = job_of(*call)
+            held, job = job_of(self._scratch, *call)
             self._held.append(held)
             at = len(made)
             offsets.append(at)
@@ -99,7 +100,8 @@ class LayerJobs:
                 self._words[:, offsets[stop - 1] + _NEXT] = 0
             table = np.stack([self._addresses(offsets[first]) for first, _ in chains], axis=1)
             memory = max(call[4] for call in filter(None, calls))
-            held, made = job_of(library.address("threads.run_chains", None), len(chains), (0,), 1, memory, ())
+            chain = library.address("threads.run_chains", None)
+            held, made = job_of(self._scratch, chain, len(chains), (0,), 1, memory, ())
             runs = np.tile(np.frombuffer(made, dtype=np.int64), (len(table), 1))
             runs[:, _ARGS] = _rows(table)
             self._held += [held, table]

@@ -28,7 +28,31 @@ _MOST = 1024  # threads
 _USEFUL = 70  # percent of the threads' time that kernels must have used, or fewer threads work for a while
 _nothing = ctypes.c_int64()  # where the compiled `threads.run` writes that it has no result
 Call = tuple[int, int, Sequence[int], int, int, Sequence[int]]  # the arguments of `run`
-_MEMORY = threading.local()  # of each Python thread: memory for the kernels that it calls
+
+
+class Scratch:
+    """Memory for kernels that run one after the other, for all threads that run a kernel together."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._n_bytes = self._first = 0
+
+    def of(self, n_bytes: int) -> tuple[Tensor | None, int]:
+        """Return memory of at least so many bytes, and the address of the first multiple of 64 in it."""
+        if self._n_bytes < n_bytes:
+            self._memory = memory = torch.empty(n_bytes + 63, dtype=torch.uint8)
+            self._n_bytes, self._first = n_bytes, -(-memory.data_ptr() // 64) * 64
+        return self._memory, self._first
+
+
+class _OfThread(threading.local):
+    """The scratch of each Python thread, for the kernels that it calls."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
+_own = _OfThread()
 
 
 def run(
@@ -41,20 +65,27 @@ def run(
     thread takes its first items; the others are not initialised. If two threads call at the same time, the second one
     runs its kernel alone. Time: 1.5 us and the kernel's.
     """
-    held, job = job_of(address, n, args, least, memory, tail, first)
+    held, job = job_of(_own.scratch, address, n, args, least, memory, tail, first)
     _entry()(ctypes.addressof(_nothing), None, 0, 0, 0, job.buffer_info()[0])
     del held
 
 
 def job_of(
-    address: int, n: int, args: Sequence[int], least: int, memory: int, tail: Sequence[int], first: int = 0
+    scratch: Scratch,
+    address: int,
+    n: int,
+    args: Sequence[int],
+    least: int,
+    memory: int,
+    tail: Sequence[int],
+    first: int = 0,
 ) -> tuple[Tensor | None, array[int]]:
     """Return the words of a job, which `words` names, and the memory that they point to. A tail follows the words."""
     number = 1 if n - first < 2 * least else min((n - first) // least, torch.get_num_threads())
     pool, stride = 0, -(-memory // 64) * 64
     if number > 1:
         pool, number = _pool.address, _pool.with_threads(number)
-    held, at = _memory(number * stride)
+    held, at = scratch.of(number * stride)
     if not tail:
         return held, array("q", (0, pool, address, first, n, least, number, at, stride, len(args), *args))
     job = array("q", (0, pool, address, first, n, least, number, at, stride, len(args) + 1, *args, 0, *tail))
@@ -72,13 +103,10 @@ def adapt(adapts: bool) -> None:
 
 
 class Jobs:
-    """Calls of kernels that run again and again, one after the other, without Python between them.
+    """Calls of kernels that run again and again, one after the other, without Python between them."""
 
-    Only the thread that made the object may use it.
-    """
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls
+    def __init__(self, calls: Sequence[Call], scratch: Scratch) -> None:
+        self._calls, self._scratch = calls, scratch
         self._made_for = 0, 0
         self._jobs: list[array[int]] = []
         self._held: list[Tensor | None] = []
@@ -90,7 +118,7 @@ class Jobs:
     def linked(self, following: int) -> int:
         """Return the address of the first job, after linking the last one to the job at the address `following`."""
         if (now := (_pool.address, torch.get_num_threads())) != self._made_for:
-            made = [job_of(*call) for call in self._calls]
+            made = [job_of(self._scratch, *call) for call in self._calls]
             self._made_for, self._held, self._jobs = now, [held for held, _ in made], [job for _, job in made]
             for job, after in pairwise(self._jobs):
                 job[words.CALL_NEXT // 8] = after.buffer_info()[0]
@@ -104,15 +132,6 @@ def run_jobs(first: int) -> None:
     """Run the job at an address, if any, and the jobs that are linked to it."""
     if first:
         _entry()(ctypes.addressof(_nothing), None, 0, 0, 0, first)
-
-
-def _memory(n_bytes: int) -> tuple[Tensor | None, int]:
-    """Return this Python thread's memory of at least so many bytes, and the address of its first multiple of 64."""
-    found: tuple[int, Tensor | None, int] = getattr(_MEMORY, "found", (0, None, 0))
-    if found[0] < n_bytes:
-        memory = torch.empty(n_bytes + 63, dtype=torch.uint8)
-        _MEMORY.found = found = n_bytes, memory, -(-memory.data_ptr() // 64) * 64
-    return found[1], found[2]
 
 
 @cache

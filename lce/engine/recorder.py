@@ -1,16 +1,14 @@
-"""Replays the kernels of a decode step: a model's Python runs for the first token, and only its kernels afterwards.
+"""Decode steps on a CPU as lists of kernels: a model's Python runs for the first token, and only kernels afterwards.
 
-Python between kernels takes a quarter of the time of a step of a small model. A step of one token calls the same
-kernels with the same weights and shapes again and again, except in attention, which is not recorded. Where attention is
-alike in all layers, the kernels of one layer's serve the later ones.
+Python between kernels takes a quarter of the time of a step of a small model. A step calls the same kernels with the
+same weights and shapes again and again, except in attention, which is not recorded. Where attention is alike in all
+layers, the kernels of one layer's serve the later ones.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lce.cache.kv import KVCache
+from lce.engine.lanes import PAUSES, Lane, LanesAttend, Recorder, append
 from lce.kernels.runtime.kernel import recording
 from lce.kernels.runtime.layer_jobs import LayerJobs, Range
-from lce.kernels.runtime.threads import Call, Jobs, run_jobs
-from lce.profiling import is_profiling
-from lce.progress import notice
+from lce.kernels.runtime.threads import Call, Jobs, Scratch, run_jobs
+from lce.models.layers import Attend, Model
 
 # The operators that may be called between kernels, by their names without overload: they compute nothing.
 _VIEWS = frozenset(
@@ -39,7 +38,7 @@ class _Watch(TorchDispatchMode):
     """Keeps the memory that operators allocate, so that no address is used twice, and notes the first that computes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.held: list[Any] = []
         self.computed = ""
 
@@ -66,7 +65,7 @@ def _kind_of(operator: Any) -> tuple[bool, bool]:
     return name in _VIEWS, name in _IDLE
 
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Layers = Callable[[Tensor, Attend], Tensor]
 
 
 class _Recording:
@@ -76,7 +75,7 @@ class _Recording:
     of attention there is what it is asked, `(layer, q, k, v)`, and the memory where the next part reads its answer.
     """
 
-    def __init__(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> None:
+    def __init__(self, x: Tensor, layers: Layers, attend: Attend) -> None:
         """Run `layers` on `x [n, hidden]`, and record its kernels."""
         self.x, self.watch = x, _Watch()
         self.asked: list[tuple[int, Tensor, Tensor, Tensor]] = []
@@ -93,24 +92,21 @@ class _Recording:
         with self.watch, recording([]) as calls:
             self.result = layers(x, noted)
         ends.append(len(calls))
-        self.parts = [Jobs(calls[first:last]) for first, last in pairwise(ends)]
-        self.alike, self.jobs = len(self.asked) > _TEMPLATES, LayerJobs()
+        scratch = Scratch()  # of its own, since another thread may replay
+        self.parts = [Jobs(calls[first:last], scratch) for first, last in pairwise(ends)]
+        self.alike, self.jobs = len(self.asked) > _TEMPLATES, LayerJobs(scratch)
         fixed = [[*map(_range, (*asked[1:], kept))] for asked, kept in zip(self.asked, self.answers, strict=True)]
         self._ranges = np.array(fixed, dtype=np.int64)  # [layers, 4, 2]
         self._held: list[Any] = []  # the memory of the kernels that are to run
 
-    def replay(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
-        """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does.
-
-        `attend.memory()`, if any, prepares all layers and returns the memory of each layer's keys and values; None if
-        one layer's attention does not tell what that of the others would do. If `attend.blind` is true before and after
-        a call, the call reads no result of a kernel: its kernels may run later.
-        """
+    def replay(self, x: Tensor, layers: Layers, attend: Attend) -> Tensor:
+        """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does."""
         self.x.copy_(x)
-        memory = attend.memory() if self.alike and hasattr(attend, "memory") else None
-        if memory and getattr(attend, "blind", False):
+        lanes = attend if self.alike and isinstance(attend, LanesAttend) else None
+        memory = None if lanes is None else lanes.memory()
+        if lanes is not None and memory and lanes.blind:
             answer, calls, serves = self._template(0, attend, runs=False)
-            if serves and getattr(attend, "blind", False):
+            if serves and lanes.blind:
                 self._run_alike(0, 0, calls, answer, memory)
                 return self.result.clone()
         for number, part in enumerate(self.parts):
@@ -176,33 +172,41 @@ def _resumed(answers: Sequence[Tensor], attend: Attend) -> Attend:
     return resumed
 
 
-class Replays:
-    """A model's recorded passes of one token of each of n lanes: for each thread and n, one."""
+class KernelLists(Recorder):
+    """A model's recorded passes through its layers, for each number of rows one, or as many as there are threads.
+
+    The rows of several lanes and of several tokens of a lane have the same kernels, because only attention differs.
+    """
 
     def __init__(self) -> None:
-        self._local, self._told = threading.local(), False
+        self._why_not = ""
+        self._free: dict[int, list[_Recording]] = {}  # by the number of rows: those that no thread is using
 
-    def run(self, x: Tensor, layers: Callable[[Tensor, Attend], Tensor], attend: Attend) -> Tensor:
-        """Return `layers(x, attend)` for a token of each of n lanes, `x [n, hidden]`; on a CPU, replay an earlier pass.
+    def run(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
+        if lanes[0].decoding and not self._why_not and not PAUSES:
+            append(model, lanes, partial(self.through, partial(model, generated=True)))
+            return ()
+        return lanes
 
-        Nothing is replayed if an operator of PyTorch computes anything between two kernels, which a notice says once,
-        or while a profile is taken. Replayed results have the same bits. The next pass overwrites what attention is
-        asked with. Bytes kept: n activations in each layer.
+    def why_not(self, cache: KVCache) -> str:
+        return self._why_not
+
+    def through(self, layers: Layers, x: Tensor, attend: Attend) -> Tensor:
+        """Return `layers(x, attend)` for a token of each of n rows, `x [n, hidden]`, replayed if there is a recording.
+
+        Nothing is recorded once an operator of PyTorch has computed anything between two kernels. Replayed results have
+        the same bits. The next pass overwrites what attention is asked with. Bytes kept: n activations in each layer.
         """
-        n = len(x)
-        # By the number of lanes; False: a pass cannot be replayed, None: it is to be recorded.
-        held: dict[int, _Recording | bool | None] = vars(self._local).setdefault("held", {})
-        found = held.get(n)
-        if found is False or not x.is_cpu or not torch.is_inference_mode_enabled() or is_profiling():
-            return layers(x, attend)
-        held[n] = None  # and so it stays if attention raises an error
-        if isinstance(found, _Recording):
-            result = found.replay(x, layers, attend)
-        else:
+        free = self._free.setdefault(len(x), [])
+        try:
+            found = free.pop()  # if attention raises an error, the step is recorded anew
+        except IndexError:
             found = _Recording(x, layers, attend)
             result = found.result.clone()
-            if found.watch.computed and not self._told:
-                self._told = True
-                notice(f"steps are not recorded: {found.watch.computed} computes between kernels", logging.DEBUG)
-        held[n] = False if found.watch.computed else found
+        else:
+            result = found.replay(x, layers, attend)
+        if not found.watch.computed:
+            free.append(found)
+        elif not self._why_not:
+            self._why_not = self.refused(f"{found.watch.computed} computes between kernels")
         return result

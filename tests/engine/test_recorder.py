@@ -13,9 +13,9 @@ from torch import Tensor
 import lce
 from lce.cache.layer import LayerCache
 from lce.engine.lanes import forward
+from lce.engine.recorder import KernelLists
 from lce.engine.running import lane_of
 from lce.kernels.runtime.layer_jobs import LayerJobs
-from lce.kernels.runtime.replay import Replays
 from lce.kernels.runtime.threads import Jobs
 from lce.methods.step import Step
 from lce.models.layers import Layer, families
@@ -90,7 +90,7 @@ def assert_recorded(load: Callable[..., lce.Engine], replayed: list[Jobs], *meth
         found = answers(method)
         assert replayed, method
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+            patch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
             assert found == answers(method), method
 
 
@@ -147,7 +147,7 @@ def test_a_step_with_weights_of_several_types_is_replayed(
 
     found = said()
     assert replayed
-    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+    monkeypatch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
     assert said() == found
 
 
@@ -195,7 +195,7 @@ def test_one_layers_attention_serves_layers_alike(
 
     ours = answers()
     assert serves is None or bool(alike) is serves
-    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+    monkeypatch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
     assert ours == answers()
 
 
@@ -227,7 +227,7 @@ def test_attention_may_keep_copies_of_what_it_is_given(tiny_model: Path, replaye
     ours = queries()
     assert replayed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+        patch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
         assert all(
             map(
                 torch.equal,
@@ -333,7 +333,7 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
             some = [*lanes[shift:], *lanes[:shift]][:n]
             now = [lane_of(engines[name].setup, each, [5 + turn], decoding=True) for name, each in some]
             own = engines[some[0][0]].setup
-            found.append(torch.stack(forward(own.model, now, own.replays)))
+            found.append(torch.stack(forward(own.model, now, own.recorder)))
             for lane in now:
                 lane.check()
         return found
@@ -341,14 +341,14 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
     ours = passes()
     assert replayed
     assert alike or not MIXES[methods]
-    monkeypatch.setattr(Replays, "run", lambda self, x, layers, attend: layers(x, attend))
+    monkeypatch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
     for one, other in zip(ours, passes(), strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_reshape_that_copies_is_no_view() -> None:
     """Queries in another order than their memory has: a recording must not take the copy for the answer itself."""
-    replays, heads = Replays(), torch.arange(24.0).view(2, 3, 4)
+    recorder, heads = KernelLists(), torch.arange(24.0).view(2, 3, 4)
 
     def layers(x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         out: Tensor = attend(0, x, x, x).transpose(0, 1).reshape(3, 8)
@@ -357,4 +357,4 @@ def test_a_reshape_that_copies_is_no_view() -> None:
     with torch.inference_mode():
         for step in range(3):
             expected = (heads + step).transpose(0, 1).reshape(3, 8)
-            assert torch.equal(replays.run(torch.zeros(3, 8), layers, lambda *_, s=step: heads + s), expected)
+            assert torch.equal(recorder.through(layers, torch.zeros(3, 8), lambda *_, s=step: heads + s), expected)
