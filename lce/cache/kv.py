@@ -298,6 +298,17 @@ class KVCache:
         return found
 
 
+def expect(cache: KVCache, n_tokens: int) -> None:
+    """Prepare for a text that will surely have `n_tokens`: take huge pages for buffers that it fills by half."""
+    buffer = cache.layers[0].buffer
+    if not buffer.expected:
+        buffer.expected = True
+        if 2 * n_tokens >= buffer.capacity:
+            for layer in cache.layers:
+                for rows in layer.buffer.rows:
+                    rows.enlarge()
+
+
 def off_grid(cache: KVCache) -> int:
     """Return how many tokens a cache has beyond the last multiple of its method's grid: the next block is shorter."""
     states = (state for layer in cache.layers for state in layer.state.values())

@@ -33,14 +33,16 @@ Unrounded = tuple[int, Tensor]  # the index of the first of n tokens, and their 
 class KVBuffer:
     """A buffer of keys and values `k v [G, capacity, stored_dim]`, from token `first` on. It has whole chunks."""
 
-    def __init__(self, layout: CacheLayout, capacity: int, first: int = 0) -> None:
-        self.layout = layout
+    def __init__(self, layout: CacheLayout, capacity: int, first: int = 0, n_sure: int = 0) -> None:
+        """Allocate a buffer, of which at least `n_sure` tokens will be written."""
+        self.layout, self.expected = layout, False  # whether `kv.expect` was called
         self.first = first
         self._index: Tensor | None = None
         form = layout.format
         shape = (layout.n_kv_heads, layout.whole_chunks(capacity), form.stored_dim)
         try:
-            tensors = [own_memory(shape, form.stored_dtype, layout.device) for _ in range(2)]
+            huge = 2 * n_sure >= capacity
+            tensors = [own_memory(shape, form.stored_dtype, layout.device, huge) for _ in range(2)]
         except RuntimeError as error:
             needed = shape[1] * layout.token_bytes // layout.n_layers
             raise CapacityError(
@@ -106,7 +108,7 @@ class KVBuffer:
 
     def replaced(self, first: int, capacity: int, stop: int) -> "KVBuffer":
         """Return a new buffer of `capacity` tokens, with copies of tokens `first..stop-1`."""
-        other = KVBuffer(self.layout, capacity, first)
+        other = KVBuffer(self.layout, capacity, first, stop - first)
         other.fill(first, *self.span(first, stop))
         return other
 

@@ -286,7 +286,7 @@ class Device(Pool):
         """Copy the pages to a larger slab, and return its slots. Bytes: one copy of the pages."""
         n, n_slots = self.n_slots, min(max(n_slots, self.n_slots * 3 // 2), self.max_slots)
         shape = n_slots, self.format.heads, self.format.size, self.format.stored_dim
-        make = self.mover.empty if not self.layout.on_cpu else partial(own_memory, device=self.layout.device)
+        make = self.mover.empty if not self.layout.on_cpu else partial(own_memory, device=self.layout.device, huge=True)
         slab = tuple(make(shape, self.format.stored_dtype) for _ in range(2))
         if n:
             self.mover.wait(np.arange(n))

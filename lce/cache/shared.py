@@ -1,7 +1,9 @@
 """A context's own memory, and memory that forks share: all of them read one copy of the rows that they began with.
 
 Large tensors of a context are in mappings of their own. The allocator would keep freed tensors for later use, and a
-process that closed its contexts would stay as large as it was.
+process that closed its contexts would stay as large as it was. Memory of which half or more will surely be written is
+in huge pages, which neighbouring mappings share: without them attention waits for page tables, most of all in virtual
+machines. Other memory takes pages of 4 KiB as they are written.
 
 A buffer is copied to a file in memory (Linux' memfd) when its context is first forked. From then on the context writes
 to the file, after the shared rows. Each fork maps the file privately: the operating system copies a page of 4 KiB when
@@ -44,14 +46,26 @@ _file: Descriptor | None = None  # this process's file in memory
 
 
 @torch.inference_mode(mode=False)  # so that code outside inference mode can write to the tensor, too
-def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised tensor for a context. On a CPU its memory goes back to the system when it is freed."""
+def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, huge: bool = False) -> Tensor:
+    """Return an uninitialised tensor for a context. On a CPU its memory goes back to the system when it is freed.
+
+    `huge` asks for huge pages.
+    """
     n_bytes = torch.Size(shape).numel() * dtype.itemsize
     if device.type == "cpu" and n_bytes >= MAPPED:
         with suppress(OSError):  # too many mappings; if memory is short, the allocator says so
             found = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(found, dtype=dtype).view(*shape)
+            x = torch.frombuffer(found, dtype=dtype).view(*shape)
+            if huge:
+                enlarge(x.data_ptr(), n_bytes)
+            return x
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def enlarge(address: int, n_bytes: int) -> None:
+    """Have the system take huge pages, if it has any, for what is not written yet of `own_memory`."""
+    if n_bytes >= MAPPED and hasattr(mmap, "MADV_HUGEPAGE"):
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), mmap.MADV_HUGEPAGE)
 
 
 class MemoryFile:
@@ -140,6 +154,11 @@ class RowBuffer:
             self._use(file.tensor(first, self.tensor.shape, self.tensor.dtype, private=True))
             self._private, self._clean = True, start
         self._clean, self._stop = min(self._clean, start), max(self._stop, stop)
+
+    def enlarge(self) -> None:
+        """Take huge pages for what is not written yet, unless forks share the memory."""
+        if self._shared is None and self.tensor.device.type == "cpu":
+            enlarge(*self.place)
 
     def can_share(self, n_rows: int) -> bool:
         """Return whether forks can map the first `n_rows` rows where they are, without `move`."""

@@ -116,7 +116,7 @@ class Graphs(Recorder):
         self._tape_of, self._said = tape_of, {""}
         self._held: WeakKeyDictionary[KVCache, DecodeGraph] = WeakKeyDictionary()
 
-    def run(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
+    def steps(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
         left = []
         for lane in lanes:
             graph = self._held.get(lane.cache)

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -119,20 +118,20 @@ class Lane:
 
 
 class Recorder(ABC):
-    """What records the steps of a model, for all contexts and threads: lists of kernels on CPUs, graphs on GPUs.
+    """What records steps, for all contexts and threads: passes through the layers on CPUs, whole steps on GPUs.
 
     A step's Python runs once; later steps run again what it launched. What changes from step to step (tokens, indices,
     lengths, addresses, chosen chunks) is written to memory that a recorded step reads; all else is fixed. A step that
     is not recorded runs kernel by kernel, with the same result. Nobody but `forward` knows that steps are recorded.
     """
 
-    @abstractmethod
-    def run(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
-        """Append the tokens of lanes that share products; return the lanes that must run kernel by kernel.
+    def steps(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
+        """Append the tokens of lanes whose whole step is recorded; return the other lanes. See `Lane` for errors."""
+        return lanes
 
-        Those are lanes of read tokens, among others, and all lanes inside `one_by_one`. The first time, or the first
-        times, a step is recorded while it runs. A lane that fails has its `error`.
-        """
+    def layers(self, model: Model, x: Tensor, attend: Attend) -> Tensor:
+        """Return `model(x, attend, generated=True)`: the last hidden states `[T, hidden]` for the first ones."""
+        return model(x, attend, generated=True)
 
     @abstractmethod
     def why_not(self, cache: KVCache) -> str:
@@ -169,39 +168,34 @@ def forward(
     """
     with torch.inference_mode():
         for group in groups(lanes):
-            if left := group if recorder is None else recorder.run(model, group):
-                generated = group[0].decoding
-                with sliced(None if generated else slices):
-                    append(model, left, partial(model, generated=generated))
+            left = group if recorder is None else recorder.steps(model, group)
+            try:
+                begun = [lane for lane in left if lane.begin()]
+                if begun:
+                    device = model.layers[0].device
+                    ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
+                    indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
+                    generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
+                    attend: Attend = LanesAttend(begun, sizes) if generated else begun[0].block
+                    x, attend = model.embedded(ids), model.attending(attend, indices)
+                    if generated and recorder is not None and not PAUSES:
+                        hidden = recorder.layers(model, x, attend)
+                    else:
+                        with sliced(slices):
+                            hidden = model(x, attend, generated)
+                    last = model.logits(hidden if generated else hidden[-1:], drawn=True)
+                    rows = last.split(sizes) if generated else [last]
+                    for lane, part, logits in zip(begun, hidden.split(sizes), rows, strict=True):
+                        lane.finish(part, logits)
+            except Exception as error:  # a shared product failed
+                for lane in group:
+                    lane.fail(error)
+            except BaseException:
+                for lane in group:
+                    lane.cache.settle()
+                raise
         size = model.config.vocab_size
         return [torch.full((), torch.nan).expand(size) if lane.logits is None else lane.logits for lane in lanes]
-
-
-def append(model: Model, lanes: Sequence[Lane], layers: Callable[[Tensor, Attend], Tensor]) -> None:
-    """Append the tokens of lanes that share products, or of one lane of read tokens, after a pass through `layers`.
-
-    `layers(x, attend)` returns the last hidden states `[T, hidden]` for the first ones. A lane that fails, fails alone.
-    """
-    try:
-        begun = [lane for lane in lanes if lane.begin()]
-        if begun:
-            device = model.layers[0].device
-            ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)
-            indices = torch.cat([torch.arange(*lane.indices, device=device) for lane in begun])
-            generated, sizes = begun[0].decoding, [len(lane.token_ids) for lane in begun]
-            attend: Attend = LanesAttend(begun, sizes) if generated else begun[0].block
-            hidden = layers(model.embedded(ids), model.attending(attend, indices))
-            last = model.logits(hidden if generated else hidden[-1:], drawn=True)
-            rows = last.split(sizes) if generated else [last]
-            for lane, part, logits in zip(begun, hidden.split(sizes), rows, strict=True):
-                lane.finish(part, logits)
-    except Exception as error:  # a shared product failed
-        for lane in lanes:
-            lane.fail(error)
-    except BaseException:
-        for lane in lanes:
-            lane.cache.settle()
-        raise
 
 
 def groups(lanes: Sequence[Lane]) -> list[Sequence[Lane]]:

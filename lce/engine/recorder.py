@@ -7,8 +7,8 @@ layers, the kernels of one layer's serve the later ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lce.cache.kv import KVCache
-from lce.engine.lanes import PAUSES, Lane, LanesAttend, Recorder, append
+from lce.engine.lanes import LanesAttend, Recorder
 from lce.kernels.runtime.kernel import recording
 from lce.kernels.runtime.layer_jobs import LayerJobs, Range
 from lce.kernels.runtime.threads import Call, Jobs, Scratch, run_jobs
@@ -65,9 +65,6 @@ def _kind_of(operator: Any) -> tuple[bool, bool]:
     return name in _VIEWS, name in _IDLE
 
 
-Layers = Callable[[Tensor, Attend], Tensor]
-
-
 class _Recording:
     """The kernels of a pass of one token of each of n lanes, in parts that end with a call of attention.
 
@@ -75,8 +72,8 @@ class _Recording:
     of attention there is what it is asked, `(layer, q, k, v)`, and the memory where the next part reads its answer.
     """
 
-    def __init__(self, x: Tensor, layers: Layers, attend: Attend) -> None:
-        """Run `layers` on `x [n, hidden]`, and record its kernels."""
+    def __init__(self, model: Model, x: Tensor, attend: Attend) -> None:
+        """Run a model's layers on `x [n, hidden]`, and record their kernels."""
         self.x, self.watch = x, _Watch()
         self.asked: list[tuple[int, Tensor, Tensor, Tensor]] = []
         self.answers: list[Tensor] = []
@@ -90,7 +87,7 @@ class _Recording:
             return self.answers[-1]
 
         with self.watch, recording([]) as calls:
-            self.result = layers(x, noted)
+            self.result = model(x, noted, generated=True)
         ends.append(len(calls))
         scratch = Scratch()  # of its own, since another thread may replay
         self.parts = [Jobs(calls[first:last], scratch) for first, last in pairwise(ends)]
@@ -99,8 +96,8 @@ class _Recording:
         self._ranges = np.array(fixed, dtype=np.int64)  # [layers, 4, 2]
         self._held: list[Any] = []  # the memory of the kernels that are to run
 
-    def replay(self, x: Tensor, layers: Layers, attend: Attend) -> Tensor:
-        """Return `layers(x, attend)`; if attention answers in another form, the rest of it runs as `layers` does."""
+    def replay(self, model: Model, x: Tensor, attend: Attend) -> Tensor:
+        """Do what the model does; if attention answers in another form, the model itself does the rest."""
         self.x.copy_(x)
         lanes = attend if self.alike and isinstance(attend, LanesAttend) else None
         memory = None if lanes is None else lanes.memory()
@@ -119,7 +116,7 @@ class _Recording:
                     answer = attend(*self.asked[number])
                 kept = self.answers[number]
                 if (answer.shape, answer.dtype) != (kept.shape, kept.dtype):
-                    return layers(x, _resumed([*self.answers[:number], answer], attend))
+                    return model(x, _resumed([*self.answers[:number], answer], attend), generated=True)
                 kept.copy_(answer)
                 if template and serves:
                     self._run_alike(number + 1, number, calls, answer, template)
@@ -182,29 +179,25 @@ class KernelLists(Recorder):
         self._why_not = ""
         self._free: dict[int, list[_Recording]] = {}  # by the number of rows: those that no thread is using
 
-    def run(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
-        if lanes[0].decoding and not self._why_not and not PAUSES:
-            append(model, lanes, partial(self.through, partial(model, generated=True)))
-            return ()
-        return lanes
-
     def why_not(self, cache: KVCache) -> str:
         return self._why_not
 
-    def through(self, layers: Layers, x: Tensor, attend: Attend) -> Tensor:
-        """Return `layers(x, attend)` for a token of each of n rows, `x [n, hidden]`, replayed if there is a recording.
+    def layers(self, model: Model, x: Tensor, attend: Attend) -> Tensor:
+        """Do what `Recorder.layers` says; replay if the model has a free recording of as many rows.
 
         Nothing is recorded once an operator of PyTorch has computed anything between two kernels. Replayed results have
-        the same bits. The next pass overwrites what attention is asked with. Bytes kept: n activations in each layer.
+        the same bits. The next pass overwrites what attention is asked with. Bytes kept: T activations in each layer.
         """
+        if self._why_not:
+            return model(x, attend, generated=True)
         free = self._free.setdefault(len(x), [])
         try:
             found = free.pop()  # if attention raises an error, the step is recorded anew
         except IndexError:
-            found = _Recording(x, layers, attend)
+            found = _Recording(model, x, attend)
             result = found.result.clone()
         else:
-            result = found.replay(x, layers, attend)
+            result = found.replay(model, x, attend)
         if not found.watch.computed:
             free.append(found)
         elif not self._why_not:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from lce.cache.kv import off_grid
+from lce.cache.kv import expect, off_grid
 from lce.engine.answer import Answer, Options, generation_options
 from lce.engine.arguments import ids_of
 from lce.engine.context import Context, ContextMark, new_context, own_context, reserve
@@ -98,6 +98,7 @@ def stream(setup: Setup, prompt: object, options: Options, flag: CancelFlag, res
 
 def lane_of(setup: Setup, context: Context, ids: Sequence[int], driver: Driver | None = None, **how: Any) -> Lane:
     """Return a `Lane` with the flags `how` that appends `ids`."""
+    expect(context.cache, len(context))
     return Lane(driver or setup.driver, context.cache, context.rope, ids, **how)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lce.cache import shared
 from lce.cache.formats import FORMATS
-from lce.cache.kv import KVCache
+from lce.cache.kv import KVCache, expect
 from lce.cache.layout import AccessPattern, CacheLayout
 from lce.cache.method_state import MethodState, Staged, Summaries, TokenRows
 from lce.system import give_back_freed_memory
@@ -218,3 +218,27 @@ def test_a_fork_that_is_interrupted_changes_nothing() -> None:
             read(each, [1] * 30)
             use(each)
             assert all(torch.equal(a, b) for a, b in zip(held(each), held(expected), strict=True)), place
+
+
+def huge(x: Tensor) -> bool:
+    """Whether huge pages were asked for a tensor's memory."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.startswith("VmFlags"):
+            first, _, rest = line.partition(" ")[0].partition("-")
+            if rest:
+                inside = int(first, 16) <= x.data_ptr() < int(rest, 16)
+        elif inside:
+            return "hg" in line.split()
+    raise AssertionError("no mapping has the tensor")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps")
+def test_huge_pages_are_asked_for_memory_that_a_text_fills_by_half() -> None:
+    layout = CacheLayout(2, 4, 2, 64, torch.float32, CPU, AccessPattern(4))
+    for capacity, expected in ((400, True), (4000, False)):
+        cache = KVCache.empty(layout, capacity)
+        expect(cache, 300)
+        assert [huge(rows.tensor) for layer in cache.layers for rows in layer.buffer.rows] == [expected] * 4
+    cache.reserve(5000)
+    assert not huge(cache.layers[0].buffer.k), "nothing was written yet"

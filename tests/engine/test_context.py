@@ -75,7 +75,7 @@ def test_two_threads_do_as_one_after_the_other(engine: lce.Engine) -> None:
 def test_a_context_shows_what_users_call(engine: lce.Engine) -> None:
     with engine.prefill(tokens(3)) as context:
         shown = {name for name in dir(context) if not name.startswith("_")}
-    for_extensions = "data files go_back graph hold mark rope store_logits uncached".split()
+    for_extensions = "data files go_back hold mark rope store_logits uncached".split()
     assert shown == {*"announced cache close fork logits save source token_ids truncate".split(), *for_extensions}
 
 

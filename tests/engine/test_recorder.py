@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lce
 from lce.cache.layer import LayerCache
-from lce.engine.lanes import forward
+from lce.engine.lanes import Recorder, forward
 from lce.engine.recorder import KernelLists
 from lce.engine.running import lane_of
 from lce.kernels.runtime.layer_jobs import LayerJobs
@@ -90,7 +90,7 @@ def assert_recorded(load: Callable[..., lce.Engine], replayed: list[Jobs], *meth
         found = answers(method)
         assert replayed, method
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
+            patch.setattr(KernelLists, "layers", Recorder.layers)
             assert found == answers(method), method
 
 
@@ -147,7 +147,7 @@ def test_a_step_with_weights_of_several_types_is_replayed(
 
     found = said()
     assert replayed
-    monkeypatch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
+    monkeypatch.setattr(KernelLists, "layers", Recorder.layers)
     assert said() == found
 
 
@@ -195,7 +195,7 @@ def test_one_layers_attention_serves_layers_alike(
 
     ours = answers()
     assert serves is None or bool(alike) is serves
-    monkeypatch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
+    monkeypatch.setattr(KernelLists, "layers", Recorder.layers)
     assert ours == answers()
 
 
@@ -227,7 +227,7 @@ def test_attention_may_keep_copies_of_what_it_is_given(tiny_model: Path, replaye
     ours = queries()
     assert replayed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
+        patch.setattr(KernelLists, "layers", Recorder.layers)
         assert all(
             map(
                 torch.equal,
@@ -341,7 +341,7 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
     ours = passes()
     assert replayed
     assert alike or not MIXES[methods]
-    monkeypatch.setattr(KernelLists, "run", lambda self, model, lanes: lanes)
+    monkeypatch.setattr(KernelLists, "layers", Recorder.layers)
     for one, other in zip(ours, passes(), strict=True):
         assert torch.equal(one, other)
 
@@ -350,11 +350,11 @@ def test_a_reshape_that_copies_is_no_view() -> None:
     """Queries in another order than their memory has: a recording must not take the copy for the answer itself."""
     recorder, heads = KernelLists(), torch.arange(24.0).view(2, 3, 4)
 
-    def layers(x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def model(x: Tensor, attend: Callable[..., Tensor], generated: bool) -> Tensor:
         out: Tensor = attend(0, x, x, x).transpose(0, 1).reshape(3, 8)
         return out
 
     with torch.inference_mode():
         for step in range(3):
             expected = (heads + step).transpose(0, 1).reshape(3, 8)
-            assert torch.equal(recorder.through(layers, torch.zeros(3, 8), lambda *_, s=step: heads + s), expected)
+            assert torch.equal(recorder.layers(model, torch.zeros(3, 8), lambda *_, s=step: heads + s), expected)
