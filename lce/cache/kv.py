@@ -121,6 +121,8 @@ class KVCache:
         Beyond the budget, old chunks go to tiers from now on. Raises `CapacityError` if no tier has enough space.
         """
         layout = self.layout
+        if not self.stacks and n_tokens <= self.layers[-1].buffer.capacity:  # the last one that was made so large
+            return
         if not self.stacks and layout.whole_chunks(n_tokens) > Limits(layout).resident_tokens:
             self.stacks = [TierStack.empty(part, n_tokens, self.file) for part in layout.by_device]
         growing, buffer = self.growing, self.layers[0].buffer

@@ -254,6 +254,8 @@ class LanesAttend:
         except Exception as error:  # what raises here raises in a lane, too
             _fell_back(error)
         if self._spans is None:
+            if max(self.sizes) > 1:
+                return None
             for lane in self.lanes:
                 lane.attempt(lambda block: block.prepare())
         return [list(chain(*layer)) for layer in zip(*found, strict=True)]

@@ -176,26 +176,29 @@ class Block:
         return (method.inner if isinstance(method, Handover) and step.decoding else method), step
 
     def prepare(self) -> None:
-        """Compute what all layers share for one token: then one layer's kernels serve all."""
+        """Compute what all layers share for a token: then one layer's kernels serve all."""
         (method, step), cache = self.acting, self.cache.layers[0]
         prepare(method, cache.buffer.k.new_empty(1, 0, 1, dtype=cache.layout.dtype), cache, step)
 
     def memory(self) -> list[list[tuple[int, int]]] | None:
-        """Make space in all layers for one token; return the addresses and bytes of what each layer's attention reads.
+        """Make space in all layers for the tokens; return the addresses and bytes of what each layer's attention reads.
 
         Returns None unless the kernels of all layers' attention differ in addresses alone: there is one kind of layers,
-        the method promises `alike`, its state is `steady`, nobody notes choices, and everything is in buffers.
+        the method promises `alike`, its state is `steady`, nobody notes choices, and everything is in buffers. Several
+        tokens must be of a `plain` method.
         """
         (acting, step), layers = self.acting, self.cache.layers
-        if len(self.steps) > 1 or len(next(iter(self.steps.values()))) > 1 or step.stop > step.start + 1:
+        if len(self.steps) > 1 or len(next(iter(self.steps.values()))) > 1:
+            return None
+        if step.stop > step.start + 1 and not acting.promised("plain"):
             return None
         if step.note or step.note_scores or not acting.promised("alike"):
             return None
         if layers[0].layout.format.rounds or len({acting.layer_kind(layer) for layer in range(len(layers))}) > 1:
             return None
-        found, forms, start, stop = [], set(), step.start, step.stop
+        found, forms, stop = [], set(), step.stop
         for own in layers:
-            kept = [state.steady(start) for state in own.state.values()]
+            kept = [state.steady(stop - 1) for state in own.state.values()]
             if own.stack or any(x is None for x, _ in kept):
                 return None
             own.extend(stop)

@@ -1,4 +1,4 @@
-"""The attention of one generated token of each of several contexts, whose method attends spans of tokens alone.
+"""The attention of a few generated tokens of each of several contexts, whose method attends spans of tokens alone.
 
 The method's Python runs once for all lanes: its parts are declared for their tokens as for the queries of one block.
 """
@@ -27,7 +27,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class SpanLanes:
-    """The steps of one token of each of B contexts, and for each part its queries' rotations and spans."""
+    """The steps of some contexts, of B tokens in all, and for each part its queries' rotations and spans."""
 
     method: Method
     steps: Sequence[Step]
@@ -42,7 +42,7 @@ class SpanLanes:
         """
         (method, step), cache = blocks[0].acting, blocks[0].cache.layers[0]
         steps, layers = [block.acting[1] for block in blocks], [block.cache.layers for block in blocks]
-        i, like = torch.tensor([each.start for each in steps]), cache.buffer.k
+        i, like = torch.tensor([i for each in steps for i in range(each.start, each.stop)]), cache.buffer.k
         alike = all(block.acting[0] is method for block in blocks)
         alike = alike and all(each.attention is step.attention for each in steps)
         if not alike or not all(each.rope.rotates_as(step.rope) for each in steps[1:]):
@@ -67,9 +67,10 @@ class SpanLanes:
             turn = turn_of(method, part, i, like, whole)
             found.append((part, Turn(*(x.expand(len(i), -1).contiguous() for x in turn)), spans))
         key_turn, true_turn = whole.key_turn(method.key_positions, like), whole.true_turn(like)
-        for b, each in enumerate(steps):
-            each.memo["key turn"] = key_turn and key_turn.at(slice(b, b + 1))
-            each.memo["true turn"] = true_turn.at(slice(b, b + 1))
+        first = 0
+        for each in steps:
+            own = slice(first, first := first + each.stop - each.start)
+            each.memo["key turn"], each.memo["true turn"] = key_turn and key_turn.at(own), true_turn.at(own)
         return cls(method, steps, layers, found)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
@@ -82,15 +83,17 @@ class SpanLanes:
         attended = [each for each in found if each is not None]
         if not found or len(attended) < len(found):
             return None
-        for b, (step, layers) in enumerate(zip(self.steps, self.layers, strict=True)):
-            own = layers[layer]
-            self.method.keep(k[:, b : b + 1], v[:, b : b + 1], own, step)
+        stop = 0
+        for step, layers in zip(self.steps, self.layers, strict=True):
+            own, rows = layers[layer], range(stop, stop := stop + step.stop - step.start)
+            self.method.keep(k[:, rows.start : stop], v[:, rows.start : stop], own, step)
             for (part, *_), each in zip(self.parts, attended, strict=True):
                 keys, first = own.buffer.k, 0
                 if part.exact and RECENT in own.state:
                     recent = own.kept(RecentRows, RECENT)
                     keys, first = recent.buffer, recent.first
-                each.attend(b, keys, own.buffer.v, first)
+                for b in rows:
+                    each.attend(b, keys, own.buffer.v, first)
             seam()
         out = merge([(each.out, each.lse) for each in attended])  # [B, H, D]
         return out[0][:, None] if len(out) == 1 else out.transpose(0, 1)

@@ -346,6 +346,30 @@ def test_replayed_passes_of_several_lanes_have_the_same_bits(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("method", ["full", "rerope", "lm_infinite"])
+def test_one_layers_attention_serves_several_tokens_of_a_context(
+    method: str, alike: list[LayerJobs], deep_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = lce.load(deep_model, method)
+    setup = engine.setup
+
+    def drawn() -> list[Tensor]:
+        found, contexts = [], [engine.prefill(tokens(40 + 50 * i, seed=i)) for i in range(2)]
+        for sizes in ((3, 2), (3, 2), (1, 4), (5, 0)):
+            ids = [tokens(n, seed=n) for n in sizes]
+            lanes = [
+                lane_of(setup, each, some, decoding=True) for each, some in zip(contexts, ids, strict=True) if some
+            ]
+            forward(setup.model, lanes, setup.recorder)
+            found += [lane.drawn for lane in lanes]
+        return found
+
+    ours = drawn()
+    assert alike
+    monkeypatch.setattr(KernelLists, "layers", Recorder.layers)
+    assert all(map(torch.equal, ours, drawn()))
+
+
 def test_a_reshape_that_copies_is_no_view() -> None:
     """Queries in another order than their memory has: a recording must not take the copy for the answer itself."""
     recorder, heads = KernelLists(), torch.arange(24.0).view(2, 3, 4)
