@@ -17,8 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import lce
 from models import token_ids
+
+import lce
 
 FIRST = 8  # the first token that counts; those before it read the file
 
