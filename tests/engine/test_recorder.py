@@ -29,7 +29,7 @@ T = TypeVar("T")
 KNOBS: dict[str, dict[str, object]] = {"esa": {"compress": "none"}}  # by default it needs maps that were learned
 NESTED = {"gemma3": "gemma3_text", "mistral3": "ministral3"}  # the family of the text model
 CONVERTING = ("llama", "qwen3", "gemma3_text", "olmo2", "phi3")  # each with norms of its own, or channels in an order
-QUICK = ("Q4_K", "Q6_K", "Q8_0")  # kernels of a layout compile for some seconds
+QUICK = ("Q4_K", "Q6_K")  # kernels of a layout compile for some seconds
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +97,22 @@ def assert_recorded(load: Callable[..., lce.Engine], replayed: list[Jobs], *meth
 CHUNKS = lce.methods.LongHeads(chunk_size=8)
 
 
-@pytest.mark.parametrize("kind", families())
-def test_steps_of_every_family_are_recorded(kind: str, replayed: list[Jobs], tmp_path: Path) -> None:
-    for dtype in ("float32", "bfloat16"):
-        folder = save_family(tmp_path, kind, torch_dtype=dtype)
-        assert_recorded(partial(lce.load, folder), replayed, lce.methods.Streaming(), CHUNKS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=[pytest.mark.slow] * (i % 2 != j))
+        for i, kind in enumerate(families())
+        for j, dtype in enumerate(("float32", "bfloat16"))
+    ],
+)
+def test_steps_of_every_family_are_recorded(kind: str, dtype: str, replayed: list[Jobs], tmp_path: Path) -> None:
+    folder = save_family(tmp_path, kind, torch_dtype=dtype)
+    assert_recorded(partial(lce.load, folder), replayed, lce.methods.Streaming(), CHUNKS)
 
 
-@pytest.mark.parametrize("weights", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", pytest.param("float16", marks=pytest.mark.slow)])  # a third dtype
 @pytest.mark.parametrize("kind", CONVERTING)
+@pytest.mark.covering
 def test_steps_with_weights_of_every_type_are_recorded(
     kind: str, weights: str, replayed: list[Jobs], tmp_path: Path
 ) -> None:
@@ -137,8 +144,8 @@ def test_a_step_with_weights_of_several_types_is_replayed(
     n: int, replayed: list[Jobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As files of K-quants have them: q and k of one type, v of another."""
-    model = as_saved(save_tiny(tmp_path, hidden_size=64, intermediate_size=128))
-    file, prompts = save_gguf(tmp_path / "a.gguf", model, {"*attn_v*": "Q8_0", "*": "Q4_0"}), [tokens(30)] * n
+    model = as_saved(save_tiny(tmp_path, hidden_size=256, intermediate_size=256))
+    file, prompts = save_gguf(tmp_path / "a.gguf", model, {"*attn_v*": "Q6_K", "*": "Q4_K"}), [tokens(30)] * n
 
     def said() -> list[list[int]]:
         engine = lce.load(file, method="full")

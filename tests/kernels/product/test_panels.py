@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +17,23 @@ from lce.kernels.runtime import levels, shared
 from lce.kernels.runtime.shared import INT8, Gate, Layout
 from lce.models.products import linear
 from lce.terminal.figures import model_lines
+from lce.weights.gguf_packed import SCHEMES
 from lce.weights.packed import Stacked
 from tests.kernels.truth import EPS, LAYOUTS, gated, normed, packed
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # and the rounding of a result
+# Kernels of a layout, and of a third dtype, compile for some seconds. The types of GGUF are those of
+# tests/weights/test_gguf_packed.py, whose kernels are compiled anyway.
+QUICK = (*LAYOUTS.values(), *(SCHEMES[kind].layout for kind in ("Q4_K", "Q6_K")), torch.float32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def deeper(kinds: Iterable[Any]) -> list[Any]:
+    """The kinds as cases, those that are not `QUICK` slow; none where another processor's level is tried, once."""
+    all_at_once = bool(os.environ.get("LCE_CPU"))
+    return [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK and not all_at_once)) for kind in kinds]
+
+
+@pytest.mark.parametrize("dtype", deeper(DTYPES), ids=str)
 @pytest.mark.parametrize("kind", ["plain", "int8", "int4"])
 @pytest.mark.parametrize(("rows", "n_out", "n_in"), [(9, 64, 40), (13, 96, 400), (300, 160, 800)])
 def test_equals_the_product_in_float64(dtype: torch.dtype, kind: str, rows: int, n_out: int, n_in: int) -> None:
@@ -107,7 +118,7 @@ def any_codes(layout: Layout, n_out: int, n_in: int) -> QuantisedMatrix:
     return QuantisedMatrix(layout, (n_out, n_in), parts)
 
 
-@pytest.mark.parametrize("kind", [*shared.LAYOUTS, *DTYPES], ids=str)
+@pytest.mark.parametrize("kind", deeper([*shared.LAYOUTS, *DTYPES]), ids=str)
 @pytest.mark.parametrize(("n_out", "n_in"), [(96, 512), (74, 328)])
 def test_few_rows_have_the_bits_of_many(kind: Layout | torch.dtype, n_out: int, n_in: int) -> None:
     """For each number of rows and threads, with a bias, a gate, a sum, and results of any dtype."""
