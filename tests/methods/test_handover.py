@@ -22,6 +22,7 @@ SCALED = lce.methods.RopeConfig("yarn", factor=4.0)
 
 
 @pytest.mark.parametrize(("before", "after", "block"), pairs(PREFILL, AFTER, [39, 7, 117]), ids=str)
+@pytest.mark.covering
 def test_each_row_is_that_of_its_own_method(before: str, after: str, block: int) -> None:
     q, k, v = vectors(3, 4, 2, N, 8)
     sizes = [min(block, PROMPT - start) for start in range(0, PROMPT, block)] + [1] * (N - PROMPT)

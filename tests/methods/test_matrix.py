@@ -140,6 +140,9 @@ IN_8_BITS: list[Any] = [
     ("esa", {"compress": "pca", "sinks": 4, "top_k": 9, "low_dim": 12}),
 ]
 CONSTANT = ("longheads", {"chunk_size": 4, "placement": "constant"})
+# Methods that read keys of any tier as another does: chunks as `pages`, sinks as `lm_infinite`, all keys as `rerope`.
+READ_ALIKE = ("longheads", "reattention", "quest", "streaming", "dca", "self_extend")
+STATELESS = ("reattention", "streaming", "dca")  # they keep nothing beside keys and values, as `full`
 CUTS = {
     "1": lambda n: [*cut(40, 1), n - 40],
     "7": lambda n: cut(n, 7),
@@ -148,6 +151,11 @@ CUTS = {
     "prefill, then decode": lambda n: [n - 25, *cut(25, 1)],
     "mixed": lambda n: [3, 90, 1, 1, n - 95],
 }
+FEW = (
+    "7",
+    "64",
+    "mixed",
+)  # those of few blocks, within a window and longer than one, and single tokens beyond a window
 
 
 def small(name: str) -> dict[str, object]:
@@ -219,13 +227,17 @@ def test_every_method_has_a_definition() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "heads"),
-    [*((*case, (8, 2)) for case in CASES), *((*case, (4, 4)) for case in EACH_BASIC)],
+    ("name", "knobs", "heads", "cuts"),
+    [
+        (*case, cuts)
+        for grouped, cuts in (((4, 2), FEW), ((8, 2), tuple(called for called in CUTS if called not in FEW)))
+        for case in [*((*case, grouped) for case in CASES), *((*case, (4, 4)) for case in EACH_BASIC)]
+    ],
     ids=str,
 )
 @pytest.mark.covering
 def test_equals_the_oracle_far_beyond_the_window(
-    name: str, knobs: dict[str, object], heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    name: str, knobs: dict[str, object], heads: tuple[int, int], cuts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in {*oracle.DEFINITIONS} - BY_BLOCK - ({"pages"} if by_block("pages", knobs) else set()):
         monkeypatch.setitem(oracle.DEFINITIONS, each, once(oracle.DEFINITIONS[each]))
@@ -233,8 +245,8 @@ def test_equals_the_oracle_far_beyond_the_window(
     n = beyond(method, 4) + 5
     q, k, v = vectors(7, *heads, n, 16)
     truth = None
-    for called, cutting in CUTS.items():
-        blocks = cutting(n)
+    for called in cuts:
+        blocks = CUTS[called](n)
         if truth is None or by_block(name, knobs):
             setting = oracle.Setting(WINDOW, blocks)
             truth = oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
@@ -286,15 +298,15 @@ def test_what_is_attended_is_what_a_method_says(
     assert torch.equal(torch.cat(seen_at, dim=1)[attended], tables.distance.expand(attended.shape)[attended])
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("name", available())
-def test_backends_agree(name: str, backend: str) -> None:
+def test_backends_agree(name: str) -> None:
     q, k, v = vectors(3, 4, 2, 150, 8)
     setting = oracle.Setting(WINDOW, cut(150, 40))
     knobs = NEEDS.get(name, {})
     truth = oracle.attention(q, k, v, oracle.DEFINITIONS[name](q, k, v, setting, **knobs), setting)
-    out = run(make(name, knobs), q, k, v, setting.blocks, window=WINDOW, backend=backend)
-    assert (out - truth).abs().max() <= 1e-4
+    for backend in ("torch", "reference"):
+        out = run(make(name, knobs), q, k, v, setting.blocks, window=WINDOW, backend=backend)
+        assert (out - truth).abs().max() <= 1e-4, backend
 
 
 @pytest.mark.cuda
@@ -343,9 +355,14 @@ def test_no_pass_waits_for_a_gpu(name: str, gpus: Gpus) -> None:
     assert (out.cpu() - truth).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn", "llama3"])
-@pytest.mark.parametrize("name", available())
-@pytest.mark.covering
+@pytest.mark.parametrize(
+    ("name", "scaling"),
+    [  # yarn alone has a factor of attention; the others have frequencies only, of which a method takes any
+        pytest.param(name, scaling, marks=[pytest.mark.slow] * (j < 3 and i % 3 != j))
+        for i, name in enumerate(available())
+        for j, scaling in enumerate(("linear", "dynamic", "llama3", "yarn"))
+    ],
+)
 def test_combines_with_every_rope_scaling(name: str, scaling: str) -> None:
     """The frequencies are transformers' own."""
     n, dim, factor = 3 * WINDOW + 3, 16, 4.0
@@ -400,7 +417,11 @@ def test_any_blocks_give_the_same(data: st.DataObject) -> None:
     assert (run(make(name, knobs), q, k, v, blocks, window=WINDOW) - whole).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(("name", "knobs"), EACH, ids=str)
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in STATELESS)) for case in EACH],
+    ids=str,
+)
 @pytest.mark.covering("name")
 def test_discarded_passes_and_copies_leave_no_trace(name: str, knobs: dict[str, object]) -> None:
     q, k, v = vectors(9, 4, 2, 3 * WINDOW, 8)
@@ -429,7 +450,7 @@ def test_a_truncated_text_goes_on_as_if_no_more_had_been_read(data: st.DataObjec
 @pytest.mark.parametrize(
     ("name", "knobs", "heads", "n_threads"),
     [
-        pytest.param(*case, heads, n_threads, marks=[pytest.mark.slow] * (case[0] in ("longheads", "reattention")))
+        pytest.param(*case, heads, n_threads, marks=[pytest.mark.slow] * (case[0] in READ_ALIKE))
         for i, case in enumerate(sorted(cover(SERVING), key=lambda case: (case[0], not case[1])))
         for j, (heads, n_threads) in enumerate((((8, 2), 2), ((8, 2), 1), ((4, 4), 1)))
         if (case in BASIC and i % 3 == j) or (case not in BASIC and j == 0)

@@ -13,8 +13,14 @@ CASES = {"bfloat16, grouped": (torch.bfloat16, (4, 2), 0.03), "float16": (torch.
 BLOCKS = [30, 38, 1, 1]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", available())
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=[pytest.mark.slow] * (j == 1 and i % 4 > 0))
+        for i, name in enumerate(available())
+        for j, case in enumerate(CASES)
+    ],
+)
 def test_equals_the_oracle(gpus: Gpus, name: str, case: str) -> None:
     """Where scores are close, another chunk may be chosen than in float64: for few queries."""
     dtype, heads, tolerance = CASES[case]
