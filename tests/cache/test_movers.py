@@ -169,7 +169,10 @@ def test_no_method_sees_what_has_not_arrived(called: str, tmp_path: Path, monkey
         assert (cache.traffic["disk"].bytes_in > 0) == (below is not None)
 
 
-@pytest.mark.parametrize(("called", "spare"), [pytest.param("longheads", 30, marks=SLOW), ("infllm", 12), ("esa", 20)])
+@pytest.mark.parametrize(
+    ("called", "spare"),
+    [pytest.param("longheads", 30, marks=SLOW), ("infllm", 12), pytest.param("esa", 20, marks=SLOW)],
+)
 def test_more_is_found_if_prefetched(called: str, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device holds what two layers ask for, and not what four do."""
     no_gpu(monkeypatch)

@@ -104,7 +104,7 @@ def random_cuts(chance: random.Random, n: int = N) -> list[int]:
     return cuts[: chance.randint(min(1, len(cuts)), len(cuts))]
 
 
-QUICK = ("full", "longheads", "self_extend", "pages")
+QUICK = ("full", "longheads", "self_extend")
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(each, marks=SLOW) for each in KINDS[1:])], ids=str)
@@ -124,9 +124,14 @@ def test_neither_blocks_nor_hits_nor_forks_nor_restarts_nor_threads(
             assert answer(engine, ids, cuts, fork, restart) == truth, (block, cuts)
 
 
-@pytest.mark.parametrize("name", available())
+@pytest.mark.parametrize(
+    "name", [name if name in BY_BLOCKS else pytest.param(name, marks=SLOW) for name in available()]
+)
 def test_no_restart(name: str, folder: Path, tmp_path: Path) -> None:
-    """A prompt that is kept, saved, and opened by another process' engine, as one that is kept in memory."""
+    """A prompt that is kept, saved, and opened by another process' engine, as one that is kept in memory.
+
+    Quick ones of the other methods are restarted in the test above.
+    """
     ids, engine, chance = tokens(N, seed=1), load(folder, name, block=64), random.Random(name)
     restart, truth = restarting(folder, tmp_path / "a.lce", name, block=64), answer(engine, ids)
     for cuts in ([64], [128, 192], random_cuts(chance), random_cuts(chance)):
@@ -135,7 +140,9 @@ def test_no_restart(name: str, folder: Path, tmp_path: Path) -> None:
         assert found == (truth if at_ends or name not in BY_BLOCKS else answer(engine, ids, cuts)), cuts
 
 
-@pytest.mark.parametrize("name", available())
+@pytest.mark.parametrize(
+    "name", [name if name in {*QUICK, *BY_BLOCKS} else pytest.param(name, marks=SLOW) for name in available()]
+)
 def test_no_stop_on_the_way(name: str, folder: Path, tmp_path: Path) -> None:
     """An answer that ends at its limit, is saved, opened by another engine and goes on."""
     engine, ids = load(folder, name, block=64), tokens(N, seed=2)
@@ -327,7 +334,7 @@ def asked(batch: Batch, ids: Sequence[int], **how: Any) -> tuple[Said, int]:
     return (found.token_ids, [each.logprob for each in found.logprobs or ()]), found.stats.read_before
 
 
-@pytest.mark.parametrize("name", ["full", "longheads", "pages", "self_extend", "dca"])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=SLOW) for name in ("pages", "dca"))])
 def test_repeatable_answers_follow_from_their_requests(name: str, folder: Path, tmp_path: Path) -> None:
     """Turns whose earlier answers were generated here, or by a batch that kept these in files, are as if asked anew."""
     engine, ids, histories, reads = load(folder, name, block=32), list[int](), list[list[int]](), list[list[int]]()

@@ -94,8 +94,14 @@ def test_a_turn_reads_only_what_is_new(load: Callable[..., lce.Engine], name: st
     assert [message["role"] for message in conversation.messages] == ["system", *["user", "assistant"] * len(QUESTIONS)]
 
 
-@pytest.mark.parametrize("method", ["longheads", "infllm", "streaming"])
-@pytest.mark.parametrize("name", ["cut", "no thoughts", "last only"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=[pytest.mark.slow] * (i != j))
+        for i, name in enumerate(("cut", "no thoughts", "last only"))
+        for j, method in enumerate(("streaming", "infllm", "longheads"))
+    ],
+)
 def test_a_template_that_rewrites_the_history(load: Callable[..., lce.Engine], name: str, method: str) -> None:
     """What was written otherwise before is dropped, and no more than the method needs is read again."""
     engine = load(name, METHODS[method])

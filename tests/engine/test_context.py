@@ -275,9 +275,13 @@ def test_an_interruption_between_two_commits_is_undone(engine: lce.Engine, monke
 
 
 TIERED = [("longheads", "64KiB"), ("quest", "64KiB")]
+ALIKE = ("full", "self_extend, auto", "constant", "quest")  # another method keeps rows or a state of the same kind
 
 
-@pytest.mark.parametrize(("name", "budget"), [*((name, None) for name in EVERY), *TIERED])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [*(pytest.param(name, None, marks=[pytest.mark.slow] * (name in ALIKE)) for name in EVERY), *TIERED],
+)
 @pytest.mark.covering("name")
 def test_a_truncated_context_goes_on(tiny_model: Path, tmp_path: Path, name: str, budget: str | None) -> None:
     spill: dict[str, Any] = {} if budget is None else {"kv_host_budget": budget, "spill_dir": tmp_path}

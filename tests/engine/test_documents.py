@@ -19,7 +19,7 @@ MORE = [
 ]
 NAMES = {each.split()[0] for each in (*WALKED, *MORE)}
 METHODS = [*WALKED, *MORE, *(name for name in registry.available() if name not in NAMES)]
-EVERYDAY = ("self_extend", "infllm", "longheads", MORE[1])
+EVERYDAY = ("self_extend local=8 group", "longheads", MORE[1])
 DOCUMENT = tokens(405, seed=1)
 
 

@@ -165,7 +165,8 @@ def test_recorded_decode_steps_agree(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int8-device"])
-@pytest.mark.parametrize("budget", [False, True])
+@pytest.mark.parametrize("budget", [True, False])
+@pytest.mark.covering
 def test_saving_and_going_on_equals_never_having_stopped(
     budget: bool, kv_dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:

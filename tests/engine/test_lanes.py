@@ -37,7 +37,7 @@ def lane_of(engine: lce.Engine, context: lce.Context, ids: Sequence[int]) -> Lan
 
 
 @pytest.mark.timeout(600)  # it may compile the kernels of every method
-@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("n_threads", [pytest.param(1, marks=SLOW), 2])
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"dtype": "bfloat16"}, marks=SLOW), pytest.param({"weights": "int8"}, marks=SLOW)]
 )

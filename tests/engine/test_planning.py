@@ -64,7 +64,7 @@ def test_every_method_is_planned() -> None:
     assert {name for name, _ in CASES} == own
 
 
-@pytest.mark.parametrize("n", [40, 700])
+@pytest.mark.parametrize("n", [40, 330])
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
 @pytest.mark.covering
 def test_a_plan_promises_what_is_held_in_memory(name: str, knobs: dict[str, Any], n: int, tiny_model: Path) -> None:

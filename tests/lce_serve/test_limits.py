@@ -46,6 +46,7 @@ def ended(form: str, found: dict[str, Any]) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("limit", [WINDOW, 2**31 - 1, -1, None])
+@pytest.mark.covering
 def test_a_limit_larger_than_what_is_left_is_lowered(
     small: TestClient, monkeypatch: Any, form: str, limit: int | None
 ) -> None:
