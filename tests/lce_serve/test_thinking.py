@@ -129,6 +129,7 @@ def streamed(api: str, found: list[Any]) -> tuple[str, str, list[str]]:
 
 @pytest.mark.parametrize("api", PATHS)
 @pytest.mark.parametrize(("opens", "switch"), [("", {"enable_thinking": True}), ("<think>\n", {})])
+@pytest.mark.covering
 def test_a_thought_comes_as_such(server: Server, api: str, opens: str, switch: dict[str, bool]) -> None:
     says = f"{opens}Two and two.\n</think>\n\nFour <think>."
     for more in ({}, {"stream": True}):
@@ -167,6 +168,7 @@ def test_a_thought_that_is_cut_is_no_content(server: Server) -> None:
         ('{"a": 4}', {"enable_thinking": False}),
     ],
 )
+@pytest.mark.covering
 def test_a_schema_begins_behind_the_thought(server: Server, api: str, says: str, switch: dict[str, bool]) -> None:
     form = {"type": "json_schema", "name": "a", "schema": SCHEMA}
     asked: dict[str, Any] = (
@@ -186,6 +188,7 @@ def test_what_a_schema_does_not_allow(server: Server) -> None:
 
 @pytest.mark.parametrize("api", PATHS)
 @pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.covering
 def test_calls_come_behind_the_thought(server: Server, api: str, forced: bool) -> None:
     says = f"<think>\nI may write <tool_call> here.\n</think>\n\n{CALL}"
     tools: dict[str, Any] = {"tools": [{"type": "function", "function": TOOL, **TOOL, "input_schema": SCHEMA}]}

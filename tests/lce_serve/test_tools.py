@@ -63,6 +63,7 @@ ODD: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("odd", "note"), [x[1:] for x in ODD], ids=[x[0] for x in ODD])
+@pytest.mark.covering
 def test_a_keyword_that_cannot_be_enforced_is_left_out(client: Any, odd: Any, note: str, stream: bool) -> None:
     fine, mail = tool("fine", schema(yes={"type": "boolean"})), tool("mail", schema(yes={"type": "boolean"}, to=odd))
     message, reason, headers = ask(client, fine, mail, stream=stream, tool_choice="required")
