@@ -9,8 +9,7 @@ kernels for GPUs with their calls. Bodies are imported only where a kernel is co
 |               | `panels`, in bfloat16 with AVX512_BF16; PyTorch with AMX               | else PyTorch             |
 | `dense`       | `attention`                                                            | `attention`              |
 | `routed`      | `attention` of `dense`                                                 | `attention`, `decoding`  |
-| `rows`        | `rows`, in bfloat16 with AVX512_BF16; `int8_rows`, with AVX512_VNNI    | `rows`                   |
-|               | four bytes at a time, else two                                         |                          |
+| `rows`        | `rows`, in bfloat16 with AVX512_BF16; `int8_rows`                      | `rows`                   |
 | `merge`       | `merging`                                                              | `merging`                |
 | `choose`      | `choices`, `scores`                                                    | `choices`                |
 | `elementwise` | `elementwise`                                                          | `elementwise`            |

@@ -11,5 +11,5 @@ block of keys and values `k v [N, D]` changes the state so:
 and at the end `out = sums / total`, `lse = (top + log2 total) · ln 2`. Multiplications: 2 · D for each row and key.
 
 Keys and values have the queries' dtype, or are `int8_rows`: 8-bit numbers with a scale for each vector. Few rows read
-such keys in place, by integers: `quad_products_body` with AVX512-VNNI, else `pair_products_body`.
+such keys in place, by integers: `pair_products_body`.
 """

@@ -1,36 +1,32 @@
 """Attention to keys and values in 8 bits, and the making of such rows: `lce.attention.int8_rows` describes a row.
 
 For few query rows, keys and values are read in place. A query, and the weights of `KEYS` values times the values'
-scales, are rounded to 16 bits, so that products are sums of integers, which no order changes: by `quad_products` with
-AVX512-VNNI, else by `pair_products`. For more rows, `KEYS` keys and values at a time are widened to the queries' dtype,
-and attended as other keys are.
+scales, are rounded to 16 bits, so that products are sums of integers, which no order changes. For more rows, `KEYS`
+keys and values at a time are widened to the queries' dtype, and attended as other keys are.
 """
 
 import numpy as np
-from numba import carray, float32, int8, int64
+from numba import carray, float32, int8, int16, int64
 
-from lce.kernels.rows import pair_products_body as pair_products
-from lce.kernels.rows import quad_products_body as quad_products
-from lce.kernels.rows.pair_products_body import scale_at
+from lce.kernels.rows.pair_products_body import COLUMNS, LEAST, MOST, add_values, scale_at, score_keys
 from lce.kernels.rows.rows_body import FEW_ROWS, _pairs, scratch, weigh
 from lce.kernels.runtime.compiling import arguments, by_dtype, call, inner, kernel, number_of
 from lce.kernels.runtime.numbers import itemsize, pointer, read, read_row, stored, write
 from lce.kernels.runtime.shared import KEYS
 from lce.kernels.runtime.vectors import largest
 
-_products = quad_products if quad_products.USABLE else pair_products
-_LEAST, _score_keys, _add_values = _products.LEAST, _products.score_keys, _products.add_values
-
 
 @inner
-def _put_integers(numbers, magnitudes, signed, to):
+def _put_integers(numbers, magnitudes, to):
     """Write numbers as a row of 16-bit integers; return their scale, which is NaN if a number is not finite."""
-    total, most = np.float32(0), np.float32(_products.MOST_SIGNED if signed else _products.MOST_UNSIGNED)
+    total, most, integers = np.float32(0), np.float32(MOST), carray(pointer(to, int16), (len(numbers),))
     for i in range(len(numbers)):
         magnitudes[i] = abs(numbers[i])
         total += numbers[i]
     peak = largest(magnitudes.ctypes.data, len(numbers))
-    _products.write_integers(numbers, most / peak if peak > 0 else np.float32(0), to, signed)
+    per = most / peak if peak > 0 else np.float32(0)
+    for i in range(len(numbers)):
+        integers[i] = int16(np.rint(numbers[i] * per))
     return peak / most + np.float32(0) * total
 
 
@@ -42,21 +38,21 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
     v_scales = carray(pointer(at, float32), (KEYS,))
     q_scales = carray(pointer(at + 4 * KEYS, float32), (FEW_ROWS,))
     factors = carray(pointer(at + 4 * KEYS + 32, float32), (FEW_ROWS,))
-    q_at, q_row = at + 4 * KEYS + 64, 2 * dim + 64
-    weights_at, w_row = q_at + FEW_ROWS * q_row, 2 * KEYS + 64
+    q_at, q_row = at + 4 * KEYS + 64, 2 * dim
+    weights_at, w_row = q_at + FEW_ROWS * q_row, 2 * KEYS
     sums_row, start = 4 * sums.shape[1], first
     query = scores[0, :dim]
     for row in range(n):
         read_row(queries[row].ctypes.data, 0, dim, not _pairs, query)
-        q_scales[row] = _put_integers(query, scores[1, :dim], True, q_at + row * q_row)
+        q_scales[row] = _put_integers(query, scores[1, :dim], q_at + row * q_row)
     while start < stop:
         left = stop - start
-        size = left if left <= KEYS else KEYS if left >= KEYS + _LEAST else KEYS - _LEAST  # leaves 0 keys or enough
+        size = left if left <= KEYS else KEYS if left >= KEYS + LEAST else KEYS - LEAST  # leaves 0 keys or enough
         wide, keys_at, values_at = (size + 15) // 16 * 16, k_at + start * k_row, v_at + start * v_row
         for row in range(0, n, 4):
             rows, scales_at, to = min(n - row, 4), q_scales[row:].ctypes.data, scores[row:].ctypes.data
             own_at = q_at + row * q_row
-            _score_keys(rows, own_at, q_row, scales_at, keys_at, k_row, size, to, dim, values_at, v_row, at)
+            score_keys(rows, own_at, q_row, scales_at, keys_at, k_row, size, to, dim, values_at, v_row, at)
         for key in range(size):
             v_scales[key] = scale_at(values_at + key * v_row, dim)
         for row in range(n):
@@ -64,15 +60,12 @@ def _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale):
             if weigh(own, spans[row], start, size, 0, wide, 16, scale, state[row], sums[row], dim):
                 for key in range(size):
                     own[key] *= v_scales[key]
-            factors[row] = _put_integers(own[:wide], own[:wide], False, to)
+            factors[row] = _put_integers(own[:wide], own[:wide], to)
         start += size
-        n_next = min(KEYS, stop - start)
         for row in range(0, n, 4):
             rows, to, factors_at = min(n - row, 4), sums[row].ctypes.data, factors[row:].ctypes.data
             own_at, next_at = weights_at + row * w_row, k_at + start * k_row
-            _add_values(
-                rows, own_at, w_row, values_at, v_row, size, to, sums_row, factors_at, dim, next_at, k_row, n_next
-            )
+            add_values(rows, own_at, w_row, values_at, v_row, size, to, sums_row, factors_at, dim, next_at, k_row)
 
 
 @by_dtype(inner)
@@ -91,7 +84,7 @@ def attend_rows(first, stop, _memory, args):
     The memory goes on behind what `scratch` divides, with space for `2 · KEYS · D` numbers of the dtype.
     """
     memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness, few, place, plain_at = arguments(args, 12)
-    if few and n <= FEW_ROWS and dim <= KEYS and dim % _products.COLUMNS == 0 and stop - first >= _LEAST:
+    if few and n <= FEW_ROWS and dim <= KEYS and dim % COLUMNS == 0 and stop - first >= LEAST:
         memory = scratch(memory_at, n_rows, dim)
         _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, number_of(steepness))
         return

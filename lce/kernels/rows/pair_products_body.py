@@ -1,6 +1,7 @@
-"""Products of few rows with keys and values in 8 bits, as pairs of 16-bit integers; also see `quad_products`.
+"""Products of few rows of 16-bit integers with keys and values in 8 bits, which are widened to 16 bits in registers.
 
-A row of integers is int16.
+Products are added in pairs, without error. Keys and values that are read next are brought to the L2 cache meanwhile,
+evenly: more requests at once stall the processor.
 """
 
 from collections.abc import Iterator
@@ -8,22 +9,21 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
-from numba import carray, float32, int16, types
+from numba import carray, float32, types
 
 from lce.kernels.runtime import vectors as emit
 from lce.kernels.runtime.compiling import features, inner, intrinsic_of
 from lce.kernels.runtime.numbers import pointer
 from lce.kernels.runtime.shared import KEYS
 from lce.kernels.runtime.tiles import by_shape, cells, dots, splats, tile
-from lce.kernels.runtime.vectors import F32, I32, prefetch
+from lce.kernels.runtime.vectors import F32, I32, prefetch_far
 
 _WIDE = "avx512bw" in features()
 LANES = 16 if _WIDE else 8  # numbers of 32 bits in a vector
 LEAST = LANES  # the least number of keys
 COLUMNS = 2 * LANES  # a row's length is a multiple
-MOST_SIGNED, MOST_UNSIGNED = 32767, 32767
+MOST = 32767  # the largest integer of a row
 _BYTES, _PAIRS = (ir.VectorType(ir.IntType(bits), 2 * LANES) for bits in (8, 16))
 _FLOATS, _WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 _VECTORS = 2 if _WIDE else 1  # vectors of 8-bit integers of a value that are summed at once
@@ -35,12 +35,14 @@ def _emit_weighted(builder: Any, rows: int, columns: int, *args: Any) -> None:
     """Emit `C += factors · A · B`, as `tiles.multiply` has it, for A `[rows, 2n]` and B `[2n, 2 · LANES · columns]`.
 
     A has 16-bit integers, B integers of 8 bits; C and `factors [rows]` are float32. Sums of integers do not overflow up
-    to 256 rows of B.
+    to 256 rows of B. As many lines are fetched, `next_row` bytes apart, as B has rows.
     """
-    a, a_stride, b, b_stride, c, c_stride, n, factors = args
+    a, a_stride, b, b_stride, c, c_stride, n, factors, next_at, next_row = args
 
     def operands(step: Any) -> Iterator[Any]:
         here, right = builder.shl(step, step.type(1)), []
+        for i in (0, 1):
+            emit.fetch(builder, emit.at(builder, next_at, (here, next_row), (next_row, i)), 2)
         for j in range(columns):
             one, two = (emit.load(builder, _BYTES, b, (here, b_stride), (b_stride, i), 2 * LANES * j) for i in (0, 1))
             right += [builder.sext(emit.shuffle(builder, one, two, lanes), _PAIRS) for lanes in _HALVES]
@@ -62,21 +64,13 @@ def _emit_word(builder: Any, address: Any) -> Any:
 
 _word_at = intrinsic_of("word", types.float32(types.intp), _emit_word)
 _dots_with = dots("int8", {rows: LANES // rows for rows in (4, 3, 2, 1)}, 1, LANES)
-_add_columns = by_shape("weighted integers", tuple(product((4, 3, 2, 1), (2, 1))), 8, _emit_weighted)
+_add_columns = by_shape("weighted integers", tuple(product((4, 3, 2, 1), (2, 1))), 10, _emit_weighted)
 
 
 @inner
 def scale_at(row_at, dim):
     """Read the scale of a row of `dim` numbers."""
     return _word_at(row_at + (dim + 3) // 4 * 4)
-
-
-@inner
-def write_integers(numbers, per, to, _signed):
-    """Write `per` times numbers, rounded to 16-bit integers, as a row at the address `to`."""
-    integers = carray(pointer(to, int16), (len(numbers),))
-    for i in range(len(numbers)):
-        integers[i] = int16(np.rint(numbers[i] * per))
 
 
 @inner
@@ -90,7 +84,8 @@ def score_keys(rows, q_at, q_row, scales_at, k_at, k_row, n, out_at, dim, v_at, 
     while key < n:
         key = min(key, n - at_once)  # the last step computes some scores again
         for i in range(at_once):
-            prefetch(v_at + (key + i) * v_row)
+            for column in range(0, dim, 64):
+                prefetch_far(v_at + (key + i) * v_row + column)
         to, keys_at = out_at + 4 * key, k_at + key * k_row
         _dots_with(rows, q_at, q_row, keys_at, k_row, to, 4 * KEYS, dim // (2 * LANES))
         key += at_once
@@ -103,16 +98,16 @@ def score_keys(rows, q_at, q_row, scales_at, k_at, k_row, n, out_at, dim, v_at, 
 
 
 @inner
-def add_values(rows, weights_at, w_row, v_at, v_row, n, sums_at, sums_row, factors_at, dim, k_at, k_row, n_next):
-    """Add n weighted values to sums, and fetch the next keys."""
-    for key in range(n_next):
-        prefetch(k_at + key * k_row)
+def add_values(rows, weights_at, w_row, v_at, v_row, n, sums_at, sums_row, factors_at, dim, k_at, k_row):
+    """Add n weighted values to sums, and fetch as many next keys."""
     column, even = 0, n // 2 * 2
     while column < dim:
         columns = _VECTORS if dim - column >= 2 * LANES * _VECTORS else 1
-        values_at, to = v_at + column, sums_at + 4 * column
-        _add_columns(rows, columns, weights_at, w_row, values_at, v_row, to, sums_row, even // 2, factors_at)
+        values_at, next_at, to = v_at + column, k_at + column, sums_at + 4 * column
+        _add_columns(
+            rows, columns, weights_at, w_row, values_at, v_row, to, sums_row, even // 2, factors_at, next_at, k_row
+        )
         if n % 2:  # the last value makes a pair with itself, whose weight is 0
             last_at, value_at = weights_at + 2 * even, values_at + even * v_row
-            _add_columns(rows, columns, last_at, w_row, value_at, 0, to, sums_row, 1, factors_at)
+            _add_columns(rows, columns, last_at, w_row, value_at, 0, to, sums_row, 1, factors_at, next_at, 0)
         column += columns * 2 * LANES
