@@ -1,13 +1,12 @@
 """Choices by score on CPUs."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lce.kernels.runtime.kernel import Kernel, Kernels
-from lce.kernels.runtime.shared import SORTED_GROUP, SORTED_SCORES
+from lce.kernels.runtime.kernel import Kernels
 
 _best_chunks = Kernels("choices.best_chunks")
-_spread_keys, _best_keys = Kernel("choices.spread_keys"), Kernel("choices.best_keys")
 _ROWS = 8  # the smallest number of rows of scores that a thread of `best_chunks` takes
 
 
@@ -34,15 +33,21 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -
 def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     """Choose the n best of N ≥ n tokens by `scores [N]` (float32, contiguous): ascending indices `[n]`.
 
-    Each score is first replaced by the largest score at most `eps` places away. Time: O(N · eps), divided among the
-    threads, and O(N / 16 + n) on one thread.
+    Each score is first replaced by the largest score at most `eps` places away. NaN is the largest score; of equal
+    scores, the last ones are chosen. Time: O(N · eps), on one thread.
     """
-    n_tokens = len(scores)
     assert scores.dtype == torch.float32, scores.dtype
-    assert scores.is_contiguous(), scores.stride()
-    assert 0 < n <= n_tokens, (n, n_tokens)
-    keys = torch.empty(n_tokens + -(-n_tokens // SORTED_GROUP), dtype=torch.int32)  # and then the largest of each group
-    chosen = torch.empty(n, dtype=torch.int64)
-    _spread_keys(-(-n_tokens // SORTED_SCORES), scores, keys, n_tokens, eps)
-    _best_keys(1, keys, chosen, n_tokens, n, memory=16384 + 8 * n_tokens)
-    return chosen
+    assert 0 < n <= len(scores), (n, len(scores))
+    numbers = scores.detach().numpy()
+    bits = numbers.view(np.int32)
+    own = bits >> 31 & 0x7FFF_FFFF
+    own ^= bits  # in the order of the scores
+    own[np.isnan(numbers)] = 0x7FFF_FFFE
+    keys = own.copy() if eps else own
+    for away in range(1, eps + 1):
+        np.maximum(keys[away:], own[:-away], out=keys[away:])
+        np.maximum(keys[:-away], own[away:], out=keys[:-away])
+    worst = np.partition(keys, len(keys) - n)[len(keys) - n]
+    chosen = np.flatnonzero(keys >= worst)
+    equal = np.flatnonzero(keys[chosen] == worst)
+    return torch.from_numpy(np.delete(chosen, equal[: len(chosen) - n]))

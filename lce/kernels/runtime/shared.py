@@ -31,8 +31,6 @@ KEYS = 256  # keys that are packed together: with D from 64 to 128, keys and val
 SCORED_KEYS = 256  # keys that a thread of `scores` takes at a time
 SCORED_TOKENS = 96  # keys that a thread of `scores_of_many` takes at a time
 SCORED_COLUMNS = 512  # tokens that a thread of `best_below_top` takes at a time
-SORTED_SCORES = 4096  # scores that a thread of `best_tokens` takes at a time
-SORTED_GROUP = 16  # sort keys in a group; the largest of each group is stored, so that groups of small keys are skipped
 TAKEN_ROWS = 64  # rows that a thread of `take_rows` takes at a time
 WORD = 4  # bytes that `take_rows` copies at once
 

@@ -33,10 +33,10 @@ def run(home: Path) -> subprocess.CompletedProcess[str]:
 
 
 def works() -> bool:
-    """Compile a kernel, or load it from the cache, and run it: a positive score's sort key is its bits."""
-    scores, keys = torch.tensor([1.5]), torch.zeros(2, dtype=torch.int32)
-    Kernel("choices.spread_keys")(1, scores.data_ptr(), keys.data_ptr(), 1, 0)
-    return int(keys[0]) == int(scores.view(torch.int32))
+    """Compile a kernel, or load it from the cache, and run it: it takes the second row of two tensors."""
+    one, two, taken = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.zeros(2)
+    Kernel("elementwise.take_rows")(2, one, two, torch.tensor([1]), taken, 1, 1, 1, 8)
+    return taken.tolist() == [2, 4]
 
 
 def say_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_first_use_says_so_and_the_second_finds_the_kernel(cache: Path, monkeypatch: Any, capsys: Any) -> None:
     assert works()
     assert said(capsys) == ["lce: compiling kernels for this processor; later runs find them in a cache"]
-    assert [*cache.rglob("*spread_keys")]
+    assert [*cache.rglob("*take_rows")]
     say_again(monkeypatch)
     monkeypatch.setattr(library, "compiled", lambda *_: pytest.fail("it is compiled again"))
     assert works()
@@ -71,7 +71,7 @@ def test_the_first_use_says_so_and_the_second_finds_the_kernel(cache: Path, monk
 @pytest.mark.slow
 def test_a_damaged_kernel_is_compiled_again_and_replaced(cache: Path) -> None:
     assert works()
-    (file,) = cache.rglob("*spread_keys")
+    (file,) = cache.rglob("*take_rows")
     raw = file.read_bytes()
     flipped = [raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :] for at in (20, 40, len(raw) - 300)]
     for damaged in (b"", raw[:-1], *flipped, None):
@@ -97,7 +97,7 @@ def test_a_cache_that_cannot_be_used_is_said_once(cache: Path, monkeypatch: pyte
     assert first == f"{compiling_it}; later runs find them in a cache"
     assert second.startswith("lce: compiled kernels are not kept, so that every run compiles them: cannot write ")
     assert second.endswith("No space left on device; free some space or name another place")
-    assert not [*cache.rglob("*spread_keys"), *cache.rglob("*.tmp")]
+    assert not [*cache.rglob("*take_rows"), *cache.rglob("*.tmp")]
     say_again(monkeypatch)
     shutil.rmtree(cache / "lce")
     (cache / "lce").write_text("in the way")
