@@ -100,7 +100,7 @@ def _dots_in_pieces(x, n, weight_at, size, n_rows, n_steps, sums, held_at):
     n_sums = 4 * _TOGETHER * _CHAINS
     x_row, sums_row, w_row = 4 * x.shape[1], 4 * sums.shape[1], size * itemsize
     n_tiles, n_fours = n_rows // _TOGETHER, (n + 3) // 4
-    held = carray(pointer(held_at, float32), (PRODUCT_ROWS // _TOGETHER, 2, n_sums, LANES))
+    held = carray(pointer(held_at, float32), (PRODUCT_ROWS // _TOGETHER, 2, n_sums * LANES))
     held[:n_tiles, :n_fours] = np.float32(0)
     for first in range(0, n_steps, _PIECE):
         n_here = min(_PIECE, n_steps - first)

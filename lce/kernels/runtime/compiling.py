@@ -5,6 +5,7 @@ one module, then optimised and translated once for the level, so any machine can
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from inspect import Parameter, Signature
@@ -33,66 +34,20 @@ _OPTIONS: dict[str, Any] = {
 }
 _I64 = ir.IntType(64)
 
-# Functions that LLVM's code may call: three of the C library, for which a kernel has its own, and Numba's counting of
-# references to arrays, which does nothing because kernels allocate none.
+# With these functions of the C library, LLVM would replace loops that copy numbers or write zeros.
+_WITHOUT = " ".join(f'"no-builtin-{name}"' for name in ("memset", "memcpy", "memmove"))
+_DEFINED = re.compile(r"^(define .*?)(?= \{$)", re.MULTILINE)  # the first lines of functions
+# What a kernel's code begins with, and Numba's counting of references to arrays, which does nothing because kernels
+# allocate none.
 _ENTRY = """
 declare i32 @"{function}"({kinds})
-define i32 @entry({given}) section ".text.entry" {{
+define i32 @entry({given}) {without} section ".text.entry" {{
   %status = call i32 @"{function}"({given})
   ret i32 %status
 }}
+define void @NRT_incref(ptr %p) alwaysinline {{ ret void }}
+define void @NRT_decref(ptr %p) alwaysinline {{ ret void }}
 """
-_KEPT = ("entry", "memset", "memcpy", "memmove")  # what machine code calls by name
-_SUPPORT = """
-define void @NRT_incref(ptr %p) alwaysinline { ret void }
-define void @NRT_decref(ptr %p) alwaysinline { ret void }
-""" + "".join(
-    f"""
-define hidden ptr @{name}(ptr %to, {given}, i64 %n) noinline nounwind "no-builtins" section ".text.{name}" {{
-  %any = icmp ne i64 %n, 0
-  br i1 %any, label %loop, label %end
-loop:
-  %i = phi i64 [ 0, %0 ], [ %next, %loop ]
-  %next = add i64 %i, 1
-{body}
-  %more = icmp ne i64 %next, %n
-  br i1 %more, label %loop, label %end
-end:
-  ret ptr %to
-}}
-"""
-    for name, given, body in (
-        (
-            "memset",
-            "i32 %value",
-            """
-  %byte = trunc i32 %value to i8
-  %at = getelementptr i8, ptr %to, i64 %i
-  store i8 %byte, ptr %at""",
-        ),
-        (
-            "memcpy",
-            "ptr %from",
-            """
-  %byte_at = getelementptr i8, ptr %from, i64 %i
-  %byte = load i8, ptr %byte_at
-  %at = getelementptr i8, ptr %to, i64 %i
-  store i8 %byte, ptr %at""",
-        ),
-        (
-            "memmove",
-            "ptr %from",
-            """
-  %down = icmp ult ptr %from, %to
-  %last = sub i64 %n, %next
-  %j = select i1 %down, i64 %last, i64 %i
-  %byte_at = getelementptr i8, ptr %from, i64 %j
-  %byte = load i8, ptr %byte_at
-  %at = getelementptr i8, ptr %to, i64 %j
-  store i8 %byte, ptr %at""",
-        ),
-    )
-)
 
 
 class _Library(codegen.AOTCodeLibrary):
@@ -159,15 +114,15 @@ def machine_code(name: str, body: Callable[..., Any]) -> bytes:
         made = numba.njit(**_OPTIONS)(body)
         made.compile(signature)
         found: Any = made.overloads[signature.args]
-        module = llvm.parse_assembly(str(found.library._final_module))
+        module = llvm.parse_assembly(_DEFINED.sub(rf"\1 {_WITHOUT}", str(found.library._final_module)))
     function = found.fndesc.llvm_func_name
     kinds = ", ".join(["ptr", "ptr", *["i64"] * len(signature.args)])
     given = ", ".join(f"{kind} %{i}" for i, kind in enumerate(kinds.split(", ")))
-    module.link_in(llvm.parse_assembly(_SUPPORT + _ENTRY.format(function=function, kinds=kinds, given=given)))
+    module.link_in(llvm.parse_assembly(_ENTRY.format(function=function, kinds=kinds, given=given, without=_WITHOUT)))
     machine = _target_machine()
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     for each in (*module.functions, *module.global_variables):
-        if not each.is_declaration and each.name not in _KEPT:
+        if not each.is_declaration and each.name != "entry":
             each.linkage = "internal"
     module.get_function(function).add_function_attribute("alwaysinline")
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
