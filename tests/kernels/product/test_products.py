@@ -12,7 +12,7 @@ from lce.kernels.product import products_body as code
 from lce.kernels.product.products import product
 from lce.kernels.runtime.kernel import recording
 from lce.kernels.runtime.shared import MOST_ROWS, Gate
-from lce.kernels.runtime.threads import Jobs
+from lce.kernels.runtime.threads import Jobs, Scratch
 from tests.kernels import truth
 from tests.kernels.truth import EPS, LAYOUTS, packed, random
 
@@ -111,7 +111,7 @@ def test_calls_that_are_replayed_read_x_again() -> None:
     x, weights = random(1, 576), [random(960, 576, seed=seed) for seed in range(3)]
     with recording([]) as calls:
         found = [product(x, weight) for weight in weights]
-    jobs = Jobs(calls)
+    jobs = Jobs(calls, Scratch())
     for seed, n_threads in enumerate((2, 2, 1, 2)):
         torch.set_num_threads(n_threads)
         x.copy_(random(1, 576, seed=9 + seed))

@@ -15,7 +15,7 @@ from lce.kernels.product.products import product
 from lce.kernels.runtime.kernel import Kernel, recording, seam
 from lce.kernels.runtime.layer_jobs import LayerJobs
 from lce.kernels.runtime.numbers import pointer
-from lce.kernels.runtime.threads import run_jobs
+from lce.kernels.runtime.threads import Scratch, run_jobs
 from tests.command import output, together
 
 WORDS = 64  # of a thread's memory
@@ -144,7 +144,7 @@ def test_jobs_of_several_lanes_do_for_other_layers_what_was_recorded_for_one(thr
                 product(x[0][lane], weight, onto=out[0][lane])
             seam()
     ranges = [[(each.data_ptr(), each.nbytes) for each in (*x[layer], *out[layer])] for layer in range(4)]
-    jobs, first = LayerJobs(), 0
+    jobs, first = LayerJobs(Scratch()), 0
     for _ in range(2):  # the second time, the memory of the jobs is used again
         jobs.set(calls, np.array(ranges[0]), np.array(ranges[1:]))
     for layer in reversed(range(3)):
