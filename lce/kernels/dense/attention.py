@@ -77,7 +77,7 @@ def dense_attention(
         strides = q_head, q_row, *(x * k.itemsize // q.itemsize for x in strides[2:])
     kernels, done = (_steepness(dim), kernel.address, _attend_rows[q.dtype].address), [0] * n_blocks
     given = q, k, v, cos, sin, out, lse, *sizes, generated, place, unseen, n_turns, *strides, *kernels, partial, *done
-    _dense_tasks[q.dtype](n_tasks, memory=_memory(n_rows, dim) + more, tail=given)
+    _dense_tasks[q.dtype](n_tasks, *given, memory=_memory(n_rows, dim) + more)
     return out, lse
 
 
@@ -117,7 +117,7 @@ class LaneQueries:
         strides, done = (q.stride(0), 0, k_group, k_row, v_group, v_row), [0] * groups
         addresses, kernels = (q_at, k_at, v_at, cos_at, sin_at, out_at, lse_at), (_steepness(dim), rows, rows)
         given = *addresses, *sizes, *strides, *kernels, partial_at, *done
-        _dense_tasks[q.dtype](groups * n_pieces, memory=_memory(rep, dim), tail=given)
+        _dense_tasks[q.dtype](groups * n_pieces, *given, memory=_memory(rep, dim))
 
 
 class RoutedAttention:
@@ -183,7 +183,7 @@ class RoutedAttention:
         given = *tensors, *sizes, *strides, _steepness(dim), self.generated, *kernels
         n_rows = rep * per_block
         memory = _memory(n_rows, dim) + more + 8 * (n_chunks + 1 + n_rows * (n_slots + piece)) + 64
-        _routed_tasks[q.dtype](groups * n_blocks * n_pieces, memory=memory, tail=given)
+        _routed_tasks[q.dtype](groups * n_blocks * n_pieces, *given, memory=memory)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return the output `[H, T, D]` and log-sum-exps `[H, T]` (float32); 0 and -inf for a query without a tile."""

@@ -24,6 +24,6 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     for part, lse in held:
         assert (part.dtype, part.shape) == (dtype, out.shape), (part.dtype, part.shape)
         assert (lse.dtype, lse.shape) == (torch.float32, total.shape), (lse.dtype, lse.shape)
-    tail = [x for pair in held for x in pair]
-    _merged[dtype](n, n_parts, size, out, total, least=_ROWS, memory=4 * (size + n_parts), tail=tail)
+    given = n_parts, size, out, total, *(x for pair in held for x in pair)
+    _merged[dtype](n, *given, least=_ROWS, memory=4 * (size + n_parts))
     return out, total

@@ -8,9 +8,9 @@ from lce.kernels.runtime.numbers import exp, itemsize, log2, pointer, read, stor
 
 
 @by_dtype(kernel)
-def merged(first, stop, memory, n_parts, size, out_at, total_at, parts_at):
-    """Write the merge of n parts: `parts [n, 2]` has the addresses of each part's outputs and log-sum-exps."""
-    parts = carray(pointer(parts_at, int64), (n_parts, 2))
+def merged(first, stop, memory, n_parts, size, out_at, total_at, args):
+    """Write the merge of n parts: `args [n, 2]` has the addresses of each part's outputs and log-sum-exps."""
+    parts = carray(pointer(args, int64), (n_parts, 2))
     total = carray(pointer(total_at, float32), (stop,))
     sums = carray(pointer(memory, float32), (size,))
     weights = carray(pointer(memory + 4 * size, float32), (n_parts,))

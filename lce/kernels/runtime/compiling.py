@@ -6,7 +6,7 @@ one module, then optimised and translated once for the level, so any machine can
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from inspect import Parameter, Signature
 from types import FunctionType
@@ -16,14 +16,13 @@ import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, codegen, cpu, fastmathpass, typing
+from numba.core import codegen, cpu, fastmathpass, typing
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from lce.kernels.runtime import levels
 from lce.kernels.runtime.linking import link
-from lce.kernels.runtime.shared import MOST_ARGUMENTS
 
 _OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
@@ -40,9 +39,11 @@ _DEFINED = re.compile(r"^(define .*?)(?= \{$)", re.MULTILINE)  # the first lines
 # What a kernel's code begins with, and Numba's counting of references to arrays, which does nothing because kernels
 # allocate none.
 _ENTRY = """
-declare i32 @"{function}"({kinds})
-define i32 @entry({given}) {without} section ".text.entry" {{
-  %status = call i32 @"{function}"({given})
+declare i32 @"{function}"(ptr, ptr{kinds})
+define i32 @entry(ptr %result, ptr %error, i64 %0, i64 %1, i64 %2, ptr %args) {without} section ".text.entry" {{
+start:
+  {loads}
+  %status = call i32 @"{function}"(ptr %result, ptr %error{given})
   ret i32 %status
 }}
 define void @NRT_incref(ptr %p) alwaysinline {{ ret void }}
@@ -104,10 +105,11 @@ def _ours() -> Iterator[None]:
 
 
 def machine_code(name: str, body: Callable[..., Any]) -> bytes:
-    """Compile a kernel's body for the level; return flat code that begins with the body's function.
+    """Compile a kernel's body for the level; return flat code that begins with the function that calls the body.
 
-    The function's arguments are those of Numba's functions: an address for the result, which is nothing, another for an
-    error, which does not occur, and then the body's. Raises `linking.LinkError` about the kernel's `name`.
+    The function's arguments are those of Numba's functions, an address for the result, which is nothing, and another
+    for an error, which does not occur; then the body's first three, and the address of the others. Raises
+    `linking.LinkError` about the kernel's `name`.
     """
     signature = types.void(*[types.intp] * body.__code__.co_argcount)
     with _ours():
@@ -116,9 +118,7 @@ def machine_code(name: str, body: Callable[..., Any]) -> bytes:
         found: Any = made.overloads[signature.args]
         module = llvm.parse_assembly(_DEFINED.sub(rf"\1 {_WITHOUT}", str(found.library._final_module)))
     function = found.fndesc.llvm_func_name
-    kinds = ", ".join(["ptr", "ptr", *["i64"] * len(signature.args)])
-    given = ", ".join(f"{kind} %{i}" for i, kind in enumerate(kinds.split(", ")))
-    module.link_in(llvm.parse_assembly(_ENTRY.format(function=function, kinds=kinds, given=given, without=_WITHOUT)))
+    module.link_in(llvm.parse_assembly(_entry(function, body.__code__.co_varnames[: len(signature.args)])))
     machine = _target_machine()
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     for each in (*module.functions, *module.global_variables):
@@ -130,6 +130,16 @@ def machine_code(name: str, body: Callable[..., Any]) -> bytes:
     passes = llvm.create_pass_builder(machine, tuning)
     passes.getModulePassManager().run(module, passes)
     return link(name, machine.emit_object(module))
+
+
+def _entry(function: str, names: Sequence[str]) -> str:
+    """Return LLVM's code of the function that loads the arguments behind the third, and calls a body's function."""
+    loads = []
+    for i in range(3, len(names)):
+        loads.append(f"%at{i} = getelementptr i64, ptr %args, i64 {i - 3}")
+        loads.append(f"%{i} = " + (f"ptrtoint ptr %at{i} to i64" if names[i] == "args" else f"load i64, ptr %at{i}"))
+    kinds, given = ", i64" * len(names), "".join(f", i64 %{i}" for i in range(len(names)))
+    return _ENTRY.format(function=function, kinds=kinds, given=given, loads="\n  ".join(loads), without=_WITHOUT)
 
 
 @cache
@@ -163,10 +173,11 @@ def features() -> frozenset[str]:
 
 
 def kernel(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a kernel's body, `body(first, stop, memory, *args)`.
+    """Mark a kernel's body, `body(first, stop, memory, ...)`.
 
-    `memory` is the address of memory of the thread. Arguments are integers. The body allocates nothing, raises nothing
-    and calls no function of the C library. The compiler may reassociate a sum to vectorise it.
+    `memory` is the address of memory of the thread. Arguments are integers. The last one may be called `args`: it is
+    the address of all arguments from there on. The body allocates nothing, raises nothing and calls no function of the
+    C library. The compiler may reassociate a sum to vectorise it.
     """
     body.is_kernel = True  # type: ignore[attr-defined]
     return body
@@ -205,7 +216,7 @@ def by_dtype(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..
 
 @intrinsic(prefer_literal=True)
 def arguments(typing: Any, address: Any, n: Any) -> Any:
-    """In a kernel that takes only the address of its n arguments, return the n integers there as a tuple."""
+    """In a kernel, return the n integers at an address, such as that of its arguments, as a tuple."""
     number, result = n.literal_value, types.UniTuple(types.intp, n.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -225,46 +236,29 @@ def number_of(typing: Any, argument: Any) -> Any:
 
 
 @intrinsic
-def call(typing: Any, address: Any, first: Any, stop: Any, argument: Any) -> Any:
-    """In a kernel, call the kernel at an address, which takes no memory, with one argument."""
-    return types.intp(*[types.intp] * 4), lambda context, builder, _, values: _status(
-        context, builder, *values[:3], _I64(0), values[3]
-    )
-
-
-@intrinsic
-def call_packed(typing: Any, address: Any, first: Any, stop: Any, memory: Any, args: Any, n_args: Any) -> Any:
-    """In a kernel, call another kernel with memory and with `n_args` arguments, read from the address `args`."""
+def call_with(typing: Any, address: Any, first: Any, stop: Any, memory: Any, args: Any) -> Any:
+    """In a kernel, call the kernel at an address with memory, and with the arguments at the address `args`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        *own, at, number = values
-        end, status = builder.append_basic_block("called"), cgutils.alloca_once(builder, _I64)
-        arguments = builder.inttoptr(at, ir.PointerType(_I64))
-        chosen = builder.switch(number, end)
-        for n in range(MOST_ARGUMENTS + 1):
-            block = builder.append_basic_block("case")
-            chosen.add_case(_I64(n), block)
-            builder.position_at_end(block)
-            given = [builder.load(builder.gep(arguments, [_I64(i)])) for i in range(n)]
-            builder.store(_status(context, builder, *own, *given), status)
-            builder.branch(end)
-        builder.position_at_end(end)
-        return builder.load(status)
+        at, *given = values
+        kinds = [types.intp] * len(given)
+        function = builder.inttoptr(at, ir.PointerType(context.call_conv.get_function_type(types.none, kinds)))
+        status, _ = context.call_conv.call_function(builder, function, types.none, kinds, given)
+        return builder.zext(status.is_error, _I64)
 
-    return types.intp(*[types.intp] * 6), generate
-
-
-def _status(context: Any, builder: Any, address: Any, *values: Any) -> Any:
-    kinds = [types.intp] * len(values)
-    function = builder.inttoptr(address, ir.PointerType(context.call_conv.get_function_type(types.none, kinds)))
-    status, _ = context.call_conv.call_function(builder, function, types.none, kinds, values)
-    return builder.zext(status.is_error, _I64)
+    return types.intp(*[types.intp] * 5), generate
 
 
 def inner(body: Callable[..., Any], inlined: bool = True) -> Callable[..., Any]:
     """Return a Numba function that is inlined into each kernel that calls it."""
     with _ours():
         return cast("Callable[..., Any]", numba.njit(forceinline=inlined, **_OPTIONS)(body))
+
+
+@inner
+def call(address, first, stop, args):
+    """In a kernel, call another one that takes no memory."""
+    return call_with(address, first, stop, 0, args)
 
 
 def separate(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
@@ -41,16 +40,14 @@ class Slices:
         self._pause = pause
         self._until = 0.0
 
-    def run(self, address: int, n: int, args: Sequence[int], least: int, memory: int, tail: Sequence[int]) -> None:
-        """Run a kernel, as `threads.run` does. All slices share the `tail`: kernels count there what is done."""
-        shared = array("q", tail)
-        if tail:
-            args, tail = (*args, shared.buffer_info()[0]), ()
-        fewest = max(least, 1) * torch.get_num_threads()  # items, so that all threads have some
+    def run(self, address: int, n: int, args: Sequence[int], least: int, memory: int) -> None:
+        """Run a kernel, as `threads.run` does. All slices share the arguments: kernels count there what is done."""
+        held, job = threads.job_of(threads.own.scratch, address, n, args, least, memory)
+        fewest = least * torch.get_num_threads()  # items, so that all threads have some
         first, stop = 0, min(n, max(fewest, n // _SHARES))
         while first < n:
             began = time.perf_counter()
-            threads.run(address, stop, args, least, memory, tail, first)
+            threads.run_slice(job, first, stop)
             now = time.perf_counter()
             item_s = (now - began) / (stop - first)
             if now >= self._until:
@@ -60,6 +57,7 @@ class Slices:
                 self._until = now + seconds
             size = max(fewest, int((self._until - now) / item_s))
             first, stop = stop, n if stop + 2 * size >= n else stop + size
+        del held
 
 
 _thread = _Thread()
@@ -76,18 +74,18 @@ class Kernel:
     def __init__(self, name: str, kind: Any = None) -> None:
         self.name, self.kind = name, kind
 
-    def __call__(self, n: int, *given: Any, least: int = 1, memory: int = 0, tail: Sequence[Any] = ()) -> None:
+    def __call__(self, n: int, *given: Any, least: int = 1, memory: int = 0) -> None:
         """Run the body on the items `0..n-1`; if several threads share them, each takes at least `least` items.
 
-        Each thread has `memory` bytes of its own; a `tail` is one more argument, an address: as `threads.run` says.
+        Each thread has `memory` bytes of its own, as `threads.run` says.
         """
-        args, tail = ([x if type(x) is int else _word(x) for x in some] for some in (given, tail))
+        args = [x if type(x) is int else _word(x) for x in given]
         if _thread.calls is not None:
-            _thread.calls.append((self.address, n, args, least, memory, tail))
+            _thread.calls.append((self.address, n, args, least, memory))
             if not _thread.runs:
                 return
         run = threads.run if _thread.slices is None else _thread.slices.run
-        run(self.address, n, args, least, memory, tail)
+        run(self.address, n, args, least, memory)
 
     @cached_property
     def address(self) -> int:

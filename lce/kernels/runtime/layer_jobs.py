@@ -44,7 +44,6 @@ class LayerJobs:
         Words that are no address of `own` stay. Time: O(calls · n).
         """
         made, offsets, columns = array("q"), list[int](), list[int]()
-        tails: list[int] = []  # the places of the addresses of tails
         self._held = []
         for call in filter(None, calls):
             held, job = job_of(self._scratch, *call)
@@ -53,15 +52,11 @@ class LayerJobs:
             offsets.append(at)
             made.extend(job)
             columns.extend(range(at + _ARGS, len(made)))
-            if call[5]:
-                tails.append(at + _ARGS + len(call[2]))
         if self._words.shape != (len(others), len(made)):
             self._words = np.empty((len(others), len(made)), dtype=np.int64)
             self._base = self._words.ctypes.data
         self._words[:] = np.frombuffer(made, dtype=np.int64)
         self._move(np.array(columns), own, others)
-        for place in tails:
-            self._words[:, place] = self._addresses(place + 1)
         self._link(calls, offsets)
 
     def _move(self, columns: NDArray[np.int64], own: NDArray[np.int64], others: NDArray[np.int64]) -> None:
@@ -101,7 +96,7 @@ class LayerJobs:
             table = np.stack([self._addresses(offsets[first]) for first, _ in chains], axis=1)
             memory = max(call[4] for call in filter(None, calls))
             chain = library.address("threads.run_chains", None)
-            held, made = job_of(self._scratch, chain, len(chains), (0,), 1, memory, ())
+            held, made = job_of(self._scratch, chain, len(chains), (0,), 1, memory)
             runs = np.tile(np.frombuffer(made, dtype=np.int64), (len(table), 1))
             runs[:, _ARGS] = _rows(table)
             self._held += [held, table]

@@ -5,7 +5,6 @@ from typing import Literal
 
 LANES = 16  # numbers in a vector
 MOST_ROWS = 8  # the largest number of input rows (tokens) in a product of `products` or `quantised`
-MOST_ARGUMENTS = 16  # the largest number of a kernel's own arguments; one that needs more takes an array's address
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number of each dtype
 Gate = Literal["silu", "gelu_tanh"]  # the activation of a gated MLP's first half

@@ -27,7 +27,7 @@ from lce.kernels.runtime import library, words
 _MOST = 1024  # threads
 _USEFUL = 70  # percent of the threads' time that kernels must have used, or fewer threads work for a while
 _nothing = ctypes.c_int64()  # where the compiled `threads.run` writes that it has no result
-Call = tuple[int, int, Sequence[int], int, int, Sequence[int]]  # the arguments of `run`
+Call = tuple[int, int, Sequence[int], int, int]  # the arguments of `run`
 
 
 class Scratch:
@@ -52,46 +52,37 @@ class _OfThread(threading.local):
         self.scratch = Scratch()
 
 
-_own = _OfThread()
+own = _OfThread()
 
 
-def run(
-    address: int, n: int, args: Sequence[int], least: int, memory: int, tail: Sequence[int] = (), first: int = 0
-) -> None:
-    """Run the kernel at an address on the items `first..n-1`; threads take `least` items or more at a time.
+def run(address: int, n: int, args: Sequence[int], least: int, memory: int) -> None:
+    """Run the kernel at an address on the items `0..n-1`; threads take `least` items or more at a time.
 
-    If there is a `tail`, the kernel gets the address of these integers as one more argument.
     Each thread has `memory` bytes of its own at an address that is a multiple of 64. The first 8 bytes are 0 when the
     thread takes its first items; the others are not initialised. If two threads call at the same time, the second one
     runs its kernel alone. Time: 1.5 us and the kernel's.
     """
-    held, job = job_of(_own.scratch, address, n, args, least, memory, tail, first)
-    _entry()(ctypes.addressof(_nothing), None, 0, 0, 0, job.buffer_info()[0])
+    held, job = job_of(own.scratch, address, n, args, least, memory)
+    run_jobs(job.buffer_info()[0])
     del held
 
 
+def run_slice(job: array[int], first: int, stop: int) -> None:
+    """Run a job on the items `first..stop-1`. What kernels write to their arguments is there for the next slice."""
+    job[words.CALL_FIRST // 8], job[words.CALL_ITEMS // 8] = first, stop
+    run_jobs(job.buffer_info()[0])
+
+
 def job_of(
-    scratch: Scratch,
-    address: int,
-    n: int,
-    args: Sequence[int],
-    least: int,
-    memory: int,
-    tail: Sequence[int],
-    first: int = 0,
+    scratch: Scratch, address: int, n: int, args: Sequence[int], least: int, memory: int
 ) -> tuple[Tensor | None, array[int]]:
-    """Return the words of a job, which `words` names, and the memory that they point to. A tail follows the words."""
-    number = 1 if n - first < 2 * least else min((n - first) // least, torch.get_num_threads())
+    """Return the words of a job, which `words` names, and the memory that they point to."""
+    number = 1 if n < 2 * least else min(n // least, torch.get_num_threads())
     pool, stride = 0, -(-memory // 64) * 64
     if number > 1:
         pool, number = _pool.address, _pool.with_threads(number)
     held, at = scratch.of(number * stride)
-    if not tail:
-        return held, array("q", (0, pool, address, first, n, least, number, at, stride, len(args), *args))
-    job = array("q", (0, pool, address, first, n, least, number, at, stride, len(args) + 1, *args, 0, *tail))
-    place = words.CALL_ARGS // 8 + len(args)
-    job[place] = job.buffer_info()[0] + 8 * (place + 1)
-    return held, job
+    return held, array("q", (0, pool, address, 0, n, least, number, at, stride, *args))
 
 
 def adapt(adapts: bool) -> None:

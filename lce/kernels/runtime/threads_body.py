@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 
 from lce.kernels.runtime import words
-from lce.kernels.runtime.compiling import call_packed, features, inner, intrinsic_of, kernel
+from lce.kernels.runtime.compiling import call_with, features, inner, intrinsic_of, kernel
 
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 _WORD = types.intp
@@ -80,8 +80,7 @@ def _now(pool, clock, into):
 def _run(job, index, first, stop):
     """Run a job's kernel on some of the job's items, with the memory of thread number `index`."""
     memory = load(job + words.CALL_MEMORY) + index * load(job + words.CALL_STRIDE)
-    address, n_args = load(job + words.CALL_KERNEL), load(job + words.CALL_N_ARGS)
-    call_packed(address, first, stop, memory, job + words.CALL_ARGS, n_args)
+    call_with(load(job + words.CALL_KERNEL), first, stop, memory, job + words.CALL_ARGS)
 
 
 @inner
@@ -142,8 +141,9 @@ def work(first, stop, memory):
 
 
 @kernel
-def run(first, stop, memory, job):
-    """Run the job at an address, and the jobs that follow it."""
+def run(first, stop, memory, args):
+    """Run the job at the address `args`, and the jobs that follow it."""
+    job = args
     while job:
         _run_job(job)
         job = load(job + words.CALL_NEXT)
@@ -157,9 +157,8 @@ def run_chains(first, stop, memory, table):
         while job:
             if load(job + words.CALL_STRIDE):
                 store(memory, 0)
-            kernel_at, n_args = load(job + words.CALL_KERNEL), load(job + words.CALL_N_ARGS)
             from_item, to_item = load(job + words.CALL_FIRST), load(job + words.CALL_ITEMS)
-            call_packed(kernel_at, from_item, to_item, memory, job + words.CALL_ARGS, n_args)
+            call_with(load(job + words.CALL_KERNEL), from_item, to_item, memory, job + words.CALL_ARGS)
             job = load(job + words.CALL_NEXT)
 
 

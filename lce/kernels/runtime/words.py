@@ -5,7 +5,7 @@
 CALL_NEXT, CALL_POOL, CALL_KERNEL, CALL_FIRST, CALL_ITEMS, CALL_LEAST, CALL_THREADS, CALL_MEMORY, CALL_STRIDE = (
     8 * i for i in range(9)
 )
-CALL_N_ARGS, CALL_ARGS = 72, 80
+CALL_ARGS = 72
 # A thread, the caller or a worker. Words that different threads write are a cache line apart.
 ASLEEP, POOL, INDEX, SEMAPHORE, TIME, SEMAPHORE_AT, WORKER_BYTES = 0, 64, 72, 80, 96, 128, 256
 # The pool: first the words of the caller, then these, then those of the workers.
