@@ -14,6 +14,7 @@ from llvmlite import ir
 from lce.kernels.runtime import vectors
 from lce.kernels.runtime.compiling import features
 from lce.kernels.runtime.shared import LANES, MIXED, SUPER, Layout
+from lce.kernels.runtime.tiles import by_shape
 from lce.kernels.runtime.vectors import FLOATS, WORDS, const, i64, loop, multiply_add, procedure, store, transposed
 
 _WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
@@ -129,29 +130,29 @@ def _group_numbers(
     return scale, half(lows) if layout.low else None
 
 
-def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
-    """Return the intrinsic `(x, factors, codes, scales, lows, supers, n_groups, out)`: some rows of x times one block.
+def dot(layout: Layout, counts: tuple[int, ...], planes: int) -> Callable[..., Any]:
+    """Return the intrinsic `(rows, x, factors, codes, scales, lows, supers, n_groups, out)`: x times one block.
 
-    All arguments but `n_groups` are addresses: of x as integers `[planes, rows, inputs]` (int16, a plane for each
-    halfword of a number), of `factors [2, rows, n_groups]`, of the block's codes, scales, zeros or mins, and supers,
-    and of the result `out [rows, 16]`; numbers other than x and the block are float32. For each row and group of x,
-    `factors[0]` is the number that the integer 1 stands for, and `factors[1]` is the sum of the integers times
-    `_of_sum(layout)`, which is multiplied with the zeros or mins. Instructions per 64 bytes of codes: 3 to extract the
-    codes with 8 bits or 6 with 4 bits (4 for a single row with AVX-512; with 5 or 6 bits twice as many), and for each
-    row and plane of x, 2 with 8 bits or 4 with 4 bits.
+    `rows`, the number of rows of x, is one of `counts`. All other arguments but `n_groups` are addresses: of x as
+    integers `[planes, rows, inputs]` (int16, a plane for each halfword of a number), of `factors [2, rows, n_groups]`,
+    of the block's codes, scales, zeros or mins, and supers, and of the result `out [rows, 16]`; numbers other than x
+    and the block are float32. For each row and group of x, `factors[0]` is the number that the integer 1 stands for,
+    and `factors[1]` is the sum of the integers times `sum_factor(layout)`, which is multiplied with the zeros or mins.
+    Instructions per 64 bytes of codes: 3 to extract the codes with 8 bits or 6 with 4 bits (4 for a single row with
+    AVX-512; with 5 or 6 bits twice as many), and for each row and plane of x, 2 with 8 bits or 4 with 4 bits.
     """
     size, bits = layout.group, layout.bits
     n_vectors = size * bits // 32
     n_unrolled = n_vectors if bits in MIXED else min(_STEP, n_vectors)
     n_steps = n_vectors // n_unrolled
-    # With a sum for each place: 2^15 · 2^8 times a code, for a quarter of a group's inputs, does not overflow.
-    in_place = _WIDE and bits < 8 and rows == 1
-    n_chains = 4 if in_place else max(1, _CHAINS // rows)
-    cells = [(plane, t) for plane in range(planes) for t in range(rows)]
-    no_sums = {(*cell, chain): const(WORDS, 0) for cell in cells for chain in range(n_chains)}
 
-    def emit(builder: Any, x: Any, factors: Any, codes: Any, *others: Any) -> None:
+    def emit(builder: Any, rows: int, x: Any, factors: Any, codes: Any, *others: Any) -> None:
         scales, lows, supers, n_groups, out = others
+        # With a sum for each place: 2^15 · 2^8 times a code, for a quarter of a group's inputs, does not overflow.
+        in_place = _WIDE and bits < 8 and rows == 1
+        n_chains = 4 if in_place else max(1, _CHAINS // rows)
+        cells = [(plane, t) for plane in range(planes) for t in range(rows)]
+        no_sums = {(*cell, chain): const(WORDS, 0) for cell in cells for chain in range(n_chains)}
         row_pairs = builder.mul(n_groups, i64(size // 2))
 
         def add_group(super_numbers: list[Any], group: Any, totals: Any) -> Any:
@@ -217,7 +218,7 @@ def dot(layout: Layout, rows: int, planes: int) -> Callable[..., Any]:
         for t in range(rows):
             store(builder, totals[t], out, _VECTOR * t)
 
-    return procedure(f"dot {layout} {rows} {planes}", 8, emit)
+    return by_shape(f"dot {layout} {planes}", [(rows,) for rows in counts], 8, emit)
 
 
 def sum_factor(layout: Layout) -> np.float32:

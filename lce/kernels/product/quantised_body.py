@@ -66,9 +66,7 @@ _stored = ByDtype(lambda kind: STORED[kind[1]])
 _read = ByDtype(lambda kind: read[kind[1]])
 _read_row = ByDtype(lambda kind: read_row[kind[1]])
 _finish_row = ByDtype(lambda kind: finish_row[kind[1]])
-_dot_1 = ByDtype(lambda kind: dot(kind[0], 1, _PLANES[kind[1]]))
-_dot_few = ByDtype(lambda kind: dot(kind[0], _FEW, _PLANES[kind[1]]))
-_dot_many = ByDtype(lambda kind: dot(kind[0], MOST_ROWS, _PLANES[kind[1]]))
+_dot = ByDtype(lambda kind: dot(kind[0], (1, _FEW, MOST_ROWS), _PLANES[kind[1]]))
 _unpacked = ByDtype(lambda kind: rows_of_block(*kind))
 _unpacked_words = ByDtype(lambda kind: words_of_block(*kind))
 _row_times_blocks = ByDtype(lambda kind: row_times_blocks(kind[0]))
@@ -112,19 +110,11 @@ def product(
         _as_integers(x_at, wide_x, norm_at, number_of(eps), integers_at, factors_at, wide_at, rows, n_tiles, n, n_in)
     for first in range(begin * QUANTISED_TASK, min(n_blocks, end * QUANTISED_TASK)):
         for part in range(n_parts):
-            block = part * n_blocks + first
-            group = block * n_groups * LANES
-            codes_at, scales_at = codes + group * _size * _bits // 8, scales + _scale_bytes * group
-            lows_at, supers_at = lows + _low_bytes * group, supers + block * (n_in // SUPER) * _super_bytes
+            of_block = _block_of(codes, scales, lows, supers, part * n_blocks + first, n_in)
             for tile in range(n_tiles):
                 numbers_at = integers_at + 2 * _planes * tile * tile_size * _size
                 of_tile, to = factors_at + 8 * tile * tile_size, dots[part, tile * rows].ctypes.data
-                if rows == 1:
-                    _dot_1(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
-                elif rows == MOST_ROWS:
-                    _dot_many(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
-                else:
-                    _dot_few(numbers_at, of_tile, codes_at, scales_at, lows_at, supers_at, n_groups, to)
+                _dot(rows, numbers_at, of_tile, *of_block, n_groups, to)
         row = first * LANES
         n_here = min(LANES, n_out - row)
         for part in range(n_parts if bias_at else 0):
