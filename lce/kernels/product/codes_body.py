@@ -14,7 +14,7 @@ from llvmlite import ir
 from lce.kernels.runtime import vectors
 from lce.kernels.runtime.compiling import features
 from lce.kernels.runtime.shared import LANES, MIXED, SUPER, Layout
-from lce.kernels.runtime.tiles import by_shape
+from lce.kernels.runtime.tiles import by_shape, cells, tile
 from lce.kernels.runtime.vectors import FLOATS, WORDS, const, i64, loop, multiply_add, procedure, store, transposed
 
 _WIDE = "avx512bw" in features()  # whether a register has 32 halfwords
@@ -151,37 +151,33 @@ def dot(layout: Layout, counts: tuple[int, ...], planes: int) -> Callable[..., A
         # With a sum for each place: 2^15 · 2^8 times a code, for a quarter of a group's inputs, does not overflow.
         in_place = _WIDE and bits < 8 and rows == 1
         n_chains = 4 if in_place else max(1, _CHAINS // rows)
-        cells = [(plane, t) for plane in range(planes) for t in range(rows)]
-        no_sums = {(*cell, chain): const(WORDS, 0) for cell in cells for chain in range(n_chains)}
         row_pairs = builder.mul(n_groups, i64(size // 2))
 
         def add_group(super_numbers: list[Any], group: Any, totals: Any) -> Any:
             first, pair = builder.mul(group, i64(n_vectors)), builder.mul(group, i64(size // 2))
-            starts = {cell: builder.add(builder.mul(row_pairs, i64(cell[0] * rows + cell[1])), pair) for cell in cells}
+            starts = [builder.add(builder.mul(row_pairs, i64(row)), pair) for row in range(planes * rows)]
 
-            def add_vectors(step: Any, before: Any) -> Any:
-                sums, vector = dict(before), builder.add(first, builder.mul(step, i64(n_unrolled)))
+            def operands(step: Any) -> Iterator[Any]:
+                vector = builder.add(first, builder.mul(step, i64(n_unrolled)))
                 for j in range(n_unrolled):
                     ahead = builder.mul(builder.add(vector, i64(_AHEAD + j)), i64(_VECTOR))
                     vectors.fetch(builder, builder.add(codes, ahead), 2)
                 pairs = (_pairs(builder, bits, in_place, *v) for v in _loaded(builder, bits, codes, vector, n_unrolled))
                 for n, weights in enumerate(itertools.chain.from_iterable(pairs)):
                     number = builder.add(builder.mul(step, i64(size // 2 // n_steps)), i64(n))
-                    for cell in cells:
-                        numbers = _load_splat(builder, WORDS, x, builder.add(starts[cell], number))
-                        chain = (*cell, n % n_chains)
-                        sums[chain] = multiply_add(builder, False, weights, numbers, sums[chain])
-                return sums
+                    numbers = (_load_splat(builder, WORDS, x, builder.add(start, number)) for start in starts)
+                    yield n % n_chains, numbers, [weights]
 
-            sums = loop(builder, i64(n_steps), no_sums, add_vectors)
+            add = partial(multiply_add, builder, False)
+            sums = tile(builder, i64(n_steps), cells(const(WORDS, 0), n_chains, planes * rows, 1), operands, add)
             scale, low = _group_numbers(builder, layout, scales, lows, super_numbers, group)
             after = {}
             for t in range(rows):
                 dots = []
                 for plane in range(planes):
-                    dot = sums[plane, t, 0]
+                    dot = sums[0, plane * rows + t, 0]
                     for chain in range(1, n_chains):
-                        part = sums[plane, t, chain]
+                        part = sums[chain, plane * rows + t, 0]
                         if in_place and chain < 3:
                             part = builder.ashr(part, const(WORDS, 4 * chain))  # exact
                         dot = builder.add(dot, part)
