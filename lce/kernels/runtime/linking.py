@@ -41,15 +41,6 @@ class _Symbol(NamedTuple):
     value: int
 
 
-class _Relocation(NamedTuple):
-    """A place in a section that takes the distance to a symbol; `addend` is added to the distance."""
-
-    place: int
-    type: int
-    symbol: _Symbol
-    addend: int
-
-
 def link(kernel: str, elf: bytes) -> bytes:
     """Return the flat code of an object file. Raises `LinkError` about the kernel's name if the code needs more.
 
@@ -57,62 +48,56 @@ def link(kernel: str, elf: bytes) -> bytes:
     """
     machine, table, n_sections = struct.unpack_from("<18xH20xQ12xH", elf)
     sections = [_Section(*fields) for fields in struct.iter_unpack("<IIQQQQIIQQ", elf[table : table + 64 * n_sections])]
-    symbols = _symbols(elf, sections)
+    contents = [elf[section.offset : section.offset + section.size] for section in sections]
+    symbols = _symbols(sections, contents)
     relocations = {
-        section.info: [
-            _Relocation(place, info & 0xFFFF_FFFF, symbols[info >> 32], addend)
-            for place, info, addend in struct.iter_unpack("<QQq", _contents(elf, section))
-        ]
-        for section in sections
+        section.info: content
+        for section, content in zip(sections, contents, strict=True)
         if section.type == _RELOCATIONS
     }
     reached = [next(symbol.section for symbol in symbols if symbol.name == "entry")]
-    code, starts = bytearray(), {}
+    code, starts, distances = bytearray(), dict[int, int](), list[tuple[int, int, _Symbol, int]]()
     for number in reached:  # grows
-        section = sections[number]
-        code += bytes(-len(code) % max(1, section.alignment))
+        code += bytes(-len(code) % max(1, sections[number].alignment))
         starts[number] = len(code)
-        code += _contents(elf, section)
-        for each in relocations.get(number, ()):
-            target = each.symbol.section
-            if not 0 < target < len(sections) or sections[target].flags & _WRITABLE:
-                wrong = "writes to a global variable of" if target else "calls"
-                raise LinkError(f"kernel {kernel}: {wrong} {each.symbol.name}, outside it; write the body without")
-            if target not in reached:
-                reached.append(target)
-    for number in reached:
-        for each in relocations.get(number, ()):
-            target = starts[each.symbol.section] + each.symbol.value + each.addend
-            _fill(kernel, code, machine, each, starts[number] + each.place, target)
+        code += contents[number]
+        for place, info, addend in struct.iter_unpack("<QQq", relocations.get(number, b"")):
+            symbol = symbols[info >> 32]
+            if not 0 < symbol.section < len(sections) or sections[symbol.section].flags & _WRITABLE:
+                wrong = "writes to a global variable of" if symbol.section else "calls"
+                raise LinkError(f"kernel {kernel}: {wrong} {symbol.name}, outside it; write the body without")
+            if symbol.section not in reached:
+                reached.append(symbol.section)
+            distances.append((starts[number] + place, info & 0xFFFF_FFFF, symbol, addend))
+    for place, kind, symbol, addend in distances:
+        if not _fill(code, machine, kind, place, starts[symbol.section] + symbol.value + addend):
+            raise LinkError(f"kernel {kernel}: relocation {kind} of {symbol.name} is not supported")
     return bytes(code)
 
 
-def _contents(elf: bytes, section: _Section) -> bytes:
-    return elf[section.offset : section.offset + section.size]
-
-
-def _symbols(elf: bytes, sections: list[_Section]) -> list[_Symbol]:
-    table = next(section for section in sections if section.type == 2)
-    names = _contents(elf, sections[table.link])
+def _symbols(sections: list[_Section], contents: list[bytes]) -> list[_Symbol]:
+    number = next(number for number, section in enumerate(sections) if section.type == 2)
+    names = contents[sections[number].link]
     return [
         _Symbol(names[name : names.index(0, name)].decode(), section, value)
-        for name, section, value in struct.iter_unpack("<I2xHQ8x", _contents(elf, table))
+        for name, section, value in struct.iter_unpack("<I2xHQ8x", contents[number])
     ]
 
 
-def _fill(kernel: str, code: bytearray, machine: int, relocation: _Relocation, place: int, target: int) -> None:
-    """Write the distance from `place` to `target`, both offsets in the code, as the relocation's type says."""
-    distance, kind = target - place, _DISTANCES.get((machine, relocation.type))
+def _fill(code: bytearray, machine: int, number: int, place: int, target: int) -> bool:
+    """Write the distance from `place` to `target`, both offsets in the code, as a relocation's number says."""
+    distance, kind = target - place, _DISTANCES.get((machine, number))
     (word,) = struct.unpack_from("<I", code, place)
     if kind == "word":
         word = distance & 0xFFFF_FFFF
     elif kind == "jump":
         word |= distance >> 2 & 0x3FF_FFFF
     elif kind in ("address", "page"):
-        number = distance if kind == "address" else (target >> 12) - (place >> 12)
-        word |= (number & 3) << 29 | (number >> 2 & 0x7_FFFF) << 5
-    elif machine == _ARM64 and relocation.type in _LOW_BITS:
-        word |= (target & 0xFFF) // _LOW_BITS[relocation.type] << 10
+        units = distance if kind == "address" else (target >> 12) - (place >> 12)
+        word |= (units & 3) << 29 | (units >> 2 & 0x7_FFFF) << 5
+    elif machine == _ARM64 and number in _LOW_BITS:
+        word |= (target & 0xFFF) // _LOW_BITS[number] << 10
     else:
-        raise LinkError(f"kernel {kernel}: relocation {relocation.type} of {relocation.symbol.name} is not supported")
+        return False
     struct.pack_into("<I", code, place, word)
+    return True
