@@ -134,12 +134,7 @@ class _Recording:
         return answer, calls, alike and not watch.computed
 
     def _run_alike(
-        self,
-        first: int,
-        template: int,
-        calls: Sequence[Call | None],
-        answer: Tensor,
-        memory: Sequence[Sequence[Range]],
+        self, first: int, template: int, calls: Sequence[Call | None], answer: Tensor, memory: Sequence[Sequence[Range]]
     ) -> None:
         """Run all from part `first` on, with the template's `calls` as attention, on each layer's own memory."""
         ranges = np.concatenate((self._ranges, np.array(memory, dtype=np.int64)), axis=1)
