@@ -15,12 +15,12 @@ _APART = 80  # numbers of padding behind each row of x: rows that are 2^n apart 
 
 
 @by_dtype(kernel)
-def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, out_row, n, n_out, size, around, eps):
-    """Write `x [n, size] · weight [2·n_out or n_out, size]ᵀ + bias`, with what is `around` it; see `products`.
+def product(begin, end, memory, x_at, weight_at, bias_at, norm_at, out_at, out_row, n, n_out, size, flags, eps):
+    """Write `x [n, size] · weight [2·n_out or n_out, size]ᵀ + bias`, with what is around it; see `products`.
 
     A task is `PRODUCT_ROWS` rows of the weights, which are read once for all n rows: `n · size` multiplications each.
     """
-    gate, adds, wide_x, wide_out = around_of(around)
+    gate, adds, wide_x, wide_out = around_of(flags)
     n_parts = 2 if gate else 1
     x_at_first = memory + BEGUN_BYTES
     x = carray(pointer(x_at_first, float32), (n if n <= 2 else (n + 3) // 4 * 4, size + _APART))
@@ -81,9 +81,9 @@ def begins(memory):
 
 
 @inner
-def around_of(around):
-    """Return the gate of the argument `around`, whether the result is added, and whether x and the output are wide."""
-    return around & 3, around & 4, around & 8, around & 16
+def around_of(flags):
+    """Return the gate that `flags` name, whether the result is added, and whether x and the output are wide."""
+    return flags & 3, flags & 4, flags & 8, flags & 16
 
 
 _dots_of = ByDtype(lambda dtype: tiles.dots(dtype, {1: 1, 2: 1, 4: 1}, _CHAINS))

@@ -76,25 +76,9 @@ _read_scale, _write_scale = read["bfloat16"], write["bfloat16"]
 
 @by_dtype(kernel)
 def product(
-    begin,
-    end,
-    memory,
-    x_at,
-    codes,
-    scales,
-    lows,
-    supers,
-    bias_at,
-    norm_at,
-    out_at,
-    out_row,
-    n,
-    n_out,
-    n_in,
-    around,
-    eps,
+    begin, end, memory, x_at, codes, scales, lows, supers, bias_at, norm_at, out_at, out_row, n, n_out, n_in, flags, eps
 ):
-    gate, adds, wide_x, wide_out = around_of(around)
+    gate, adds, wide_x, wide_out = around_of(flags)
     n_parts = 2 if gate else 1
     n_groups, n_blocks = (n_in + _size - 1) // _size, (n_out + LANES - 1) // LANES
     rows = 1 if n == 1 else _FEW if n <= _FEW else MOST_ROWS
