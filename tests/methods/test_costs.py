@@ -147,16 +147,8 @@ def declared(counter: Counter, method: Method, blocks: list[int], heads: tuple[i
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "heads"),
-    [
-        pytest.param(
-            name, heads, id=f"{name}-{called}", marks=[pytest.mark.slow] * (called == "multi-head" and i % 3 > 0)
-        )
-        for i, name in enumerate(methods(1, 1))
-        for called, heads in (("grouped", (4, 2)), ("multi-head", (3, 3)))
-    ],
-)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=["grouped", "multi-head"])
+@pytest.mark.parametrize("name", methods(1, 1))
 def test_the_declared_cost_is_that_of_a_run(counter: Counter, name: str, heads: tuple[int, int]) -> None:
     """Prefill in blocks of several sizes, and decode."""
     method = methods(*heads)[name].resolve(WINDOW)
