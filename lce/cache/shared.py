@@ -47,10 +47,7 @@ _file: Descriptor | None = None  # this process's file in memory
 
 @torch.inference_mode(mode=False)  # so that code outside inference mode can write to the tensor, too
 def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, huge: bool = False) -> Tensor:
-    """Return an uninitialised tensor for a context. On a CPU its memory goes back to the system when it is freed.
-
-    `huge` asks for huge pages.
-    """
+    """Return an uninitialised tensor for a context, in `huge` pages if asked. On a CPU the system gets freed memory."""
     n_bytes = torch.Size(shape).numel() * dtype.itemsize
     if device.type == "cpu" and n_bytes >= MAPPED:
         with suppress(OSError):  # too many mappings; if memory is short, the allocator says so

@@ -178,10 +178,10 @@ class KernelLists(Recorder):
         return self._why_not
 
     def layers(self, model: Model, x: Tensor, attend: Attend) -> Tensor:
-        """Do what `Recorder.layers` says; replay if the model has a free recording of as many rows.
+        """Do what `Recorder.layers` says, with the same bits; replay a recording of as many rows, if one is free.
 
-        Nothing is recorded once an operator of PyTorch has computed anything between two kernels. Replayed results have
-        the same bits. The next pass overwrites what attention is asked with. Bytes kept: T activations in each layer.
+        Nothing is recorded once an operator of PyTorch has computed anything between two kernels. The next pass
+        overwrites what attention is asked with. Bytes kept: T activations in each layer.
         """
         if self._why_not:
             return model(x, attend, generated=True)

@@ -151,11 +151,8 @@ CUTS = {
     "prefill, then decode": lambda n: [n - 25, *cut(25, 1)],
     "mixed": lambda n: [3, 90, 1, 1, n - 95],
 }
-FEW = (
-    "7",
-    "64",
-    "mixed",
-)  # those of few blocks, within a window and longer than one, and single tokens beyond a window
+# Of these, cuts into few blocks: within a window and longer than one, and single tokens beyond a window.
+FEW = ("7", "64", "mixed")
 
 
 def small(name: str) -> dict[str, object]:
