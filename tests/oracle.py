@@ -211,11 +211,13 @@ def longheads(
     fix_head: bool = False,
     placement: str = "side_by_side",
     top_p: float | None = None,
+    summary: str = "keys",
+    scored_at: int | None = None,
 ) -> Tables:
     """Define LongHeads, query by query and head by head."""
     size = chunk_size or min(32, text.window // 32)
     budget = chunks or text.window // size
-    scores = longheads_scores(text, size, placement)
+    scores = longheads_scores(text, size, placement, summary, text.window // 2 if scored_at is None else scored_at)
 
     def choose(h: int, i: int) -> list[int]:
         own = i // size
@@ -362,23 +364,25 @@ def placed(
     return tables_of(n_heads, n, seen)
 
 
-def longheads_scores(text: Text, size: int, placement: str = "side_by_side") -> Tensor:
+def longheads_scores(text: Text, size: int, placement: str, summary: str, scored_at: int) -> Tensor:
     """Return `[H, N, M]`: the query against each complete chunk's representation (Eq. 1-3).
 
-    Side by side: the chunk at its offsets, the query unrotated. True: both at their positions. Constant: the chunk
-    unrotated, the query at position L, both with the factor of RoPE's scaling.
+    Side by side: the chunk at its offsets, the query unrotated, or at the position `scored_at`. True: both at their
+    positions. Constant: the chunk unrotated, the query at position L, both with the factor of RoPE's scaling. For the
+    summary `keys`, what the queries of all heads of a KV head attend of the chunk's keys.
     """
     q, setting, n_chunks, root = text.q, text.setting, text.n // size, math.sqrt(text.dim)
     scores = torch.zeros(text.n_heads, text.n, n_chunks, dtype=torch.float64)
     index = torch.arange(n_chunks * size)
     at = index if placement == "true" else index % size
+    of_head, asking_of = dict[int, Tensor](), dict[int, Tensor]()
 
     def chunked(x: Tensor) -> Tensor:
         return x.unflatten(0, (n_chunks, size))  # [M, L, ...]
 
     for h in range(text.n_heads):
         asking = {
-            "side_by_side": as_complex(q[h]),
+            "side_by_side": text.seen_at(h, scored_at) if scored_at else as_complex(q[h]),
             "true": text.seen_at(h, text.at),
             "constant": text.seen_at(h, size) * setting.factor,
         }[placement]
@@ -386,10 +390,17 @@ def longheads_scores(text: Text, size: int, placement: str = "side_by_side") -> 
             chunked(as_complex(x) if placement == "constant" else turned(x, at, setting))
             for x in (q[h, : len(index)], text.keys(h)[: len(index)])
         )
-        inner = dot(queries[:, :, None], keys[:, None]) / root
-        out = inner.softmax(-1) @ chunked(text.v[h // text.rep, : len(index)].double())
-        weights = (dot(as_complex(out.mean(1))[:, None], keys) / root).softmax(-1)
-        scores[h] = dot(asking[:, None], (weights[..., None] * keys).sum(1)[None])
+        received = (dot(queries[:, :, None], keys[:, None]) / root).softmax(-1)  # [M, L, L]
+        of_head[h] = (received.mean(1)[..., None] * keys).sum(1)
+        if summary == "values":
+            out = received @ chunked(text.v[h // text.rep, : len(index)].double())
+            weights = (dot(as_complex(out.mean(1))[:, None], keys) / root).softmax(-1)
+            of_head[h] = (weights[..., None] * keys).sum(1)
+        asking_of[h] = asking
+    for h in range(text.n_heads):
+        first = h // text.rep * text.rep
+        one = of_head[h] if summary == "values" else sum(of_head[first + g] for g in range(text.rep)) / text.rep
+        scores[h] = dot(asking_of[h][:, None], one[None])
     return scores
 
 
@@ -438,6 +449,7 @@ def page_tables(
     grows_from: int | None = None,
     grows_to: int | None = None,
     queries: str = "alone",
+    scored_at: int = 0,
     **knobs: Any,
 ) -> Tables:
     """Define `pages`, query by query and head by head. `knobs` are those of `lowdim`, `oracle` and `random`."""
@@ -460,7 +472,7 @@ def page_tables(
         """The position from which query i sees the chosen key j."""
         behind = i // size - j // size
         return {
-            "side_by_side": 0,  # for scores; where the key is seen depends on what else is chosen
+            "side_by_side": scored_at,  # for scores; where the key is seen depends on what else is chosen
             "true": i,
             "constant": far,
             "grouped": i // group + reach - reach // group,
@@ -544,9 +556,17 @@ def page_scores(
     maps: Mapping[str, Tensor] | None = None,
     judge: str = "constant",
     seed: int = 0,
+    of: str = "values",
 ) -> Tensor:
     """Return `[H, N, M]`: each query's scores of the complete pages, by one of the selectors."""
     q, setting, root = text.q, text.setting, math.sqrt(text.dim)
+
+    def asked(h: int, rows: slice, at: Tensor) -> Tensor:
+        return as_complex(q[h, rows]) if place == "constant" else turned(q[h, rows], at, setting)
+
+    def sharing(h: int) -> range:
+        return range(h // text.rep * text.rep, (h // text.rep + 1) * text.rep)
+
     found = torch.zeros(text.n_heads, text.n, text.n // page).double()
     if select == "oracle":
         mass = true_mass(q, text.k, setting, judge)[..., : found.shape[2] * page]
@@ -565,18 +585,21 @@ def page_scores(
                 continue
             asking = text.seen_at(h, torch.tensor([seen_from(i, c * page) for i in range(text.n)]))
             at = torch.tensor([key_at(j) for j in range(c * page, (c + 1) * page)])
-            queries, keys = turned(q[h, rows], at, setting), turned(own, at, setting)
-            if place == "side_by_side":
+            queries, keys = asked(h, rows, at), turned(own, at, setting)
+            if place == "side_by_side" and not seen_from(0, 0):
                 asking = as_complex(q[h])
             if place == "constant":
-                asking, queries, keys = asking * setting.factor, as_complex(q[h, rows]), as_complex(own)
+                asking, keys = asking * setting.factor, as_complex(own)
             if select == "bounds":
                 channels = torch.view_as_real(keys).flatten(1)
                 bounds = torch.stack([channels.amin(0), channels.amax(0)])
                 found[h, :, c] = (torch.view_as_real(asking).flatten(1)[:, None] * bounds).amax(1).sum(1)
                 continue
             inner = (dot(queries[:, None], keys[None]) / root).softmax(-1)
-            if select == "summary":
+            if select == "summary" and of == "keys":
+                shares = [(dot(asked(g, rows, at)[:, None], keys[None]) / root).softmax(-1) for g in sharing(h)]
+                one = (torch.stack(shares).mean((0, 1))[:, None] * keys).sum(0)
+            elif select == "summary":
                 average = as_complex((inner @ text.v[h // text.rep, rows].double()).mean(0))
                 one = ((dot(average, keys) / root).softmax(-1)[:, None] * keys).sum(0)
             elif select == "representatives":

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal, Self
 from torch import Tensor
 
 from lce.errors import UsageError
-from lce.methods.base import ATTENDING, knob, resolved
+from lce.methods.base import ATTENDING, filled, knob, resolved
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
 from lce.methods.registry import register
-from lce.methods.selection import Selection, Share
+from lce.methods.selection import Selection, Share, SideBySide
 from lce.methods.selective import SelectiveMethod
 from lce.methods.selectors import Summary, random_scores
 from lce.methods.step import Step
@@ -46,26 +46,32 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
     keep_last: bool = knob(True, "the last complete chunk is always attended")
     fix_head: bool = knob(False, "all heads take the choice of the first")
     fix_layer: bool = knob(False, "all layers take the choice of the first")
+    summary: Literal["values", "keys"] = knob("keys", "what a chunk's own queries take the mean of: values, or keys alone")
+    scored_at: int | None = knob(None, "distance from which chunks are scored; none is half of the window", least=0)
 
-    presets: ClassVar = {"paper": {"chunk_size": 256}, "released": {"chunk_size": 256, "chunks": 16}}
+    presets: ClassVar = {
+        "paper": {"chunk_size": 256, "summary": "values", "scored_at": 0},
+        "released": {"chunk_size": 256, "chunks": 16, "summary": "values", "scored_at": 0},
+    }
 
     def resolve(self, window: int) -> Self:
         if self.fix_head and self.share != "head":
             raise UsageError(f"longheads: fix_head follows one head and share={self.share!r} sums several: drop one")
         if self.rank != "top" and self.top_p is not None:
             raise UsageError(f"longheads: top_p takes the best chunks first and rank={self.rank!r} does not: drop one")
-        return super().resolve(window)
+        return filled(super().resolve(window), scored_at=window // 2)
 
     @cached_property
     def selection(self) -> Selection:
         made, share = super().selection, "layer" if self.fix_head else self.share
         sinks, local = (made.size if is_kept else 0 for is_kept in (self.keep_first, self.keep_last))
         budget = replace(made.budget, sinks=sinks, local=local)
-        return replace(made, budget=budget, share=share, one_layer=self.fix_layer)
+        placement = SideBySide(self.scored_at or 0) if self.placement == "side_by_side" else made.placement
+        return replace(made, placement=placement, budget=budget, share=share, one_layer=self.fix_layer)
 
     @property
     def selector(self) -> "Ranked":
-        return Ranked(self.rank, self.fix_head)
+        return Ranked(self.summary, self.rank, self.fix_head)
 
 
 @paper_figures.register(LongHeads)

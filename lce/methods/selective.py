@@ -246,7 +246,8 @@ class SelectiveMethod(ChunkMethod, promises=BY_HOOKS):
         `x.repeat_interleave(len(q) // len(k), dim=0)` repeats a tensor of KV heads for their query heads.
         """
         assert isinstance(self.selector, SummarySelector), "chunks are summarised"
-        return self.selector.summarise(q, k, v, step)
+        found = self.selector.summarise(q, k, v, step)
+        return found.repeat_interleave(len(q) // len(found), dim=0)
 
     def score(self, q: Tensor, summary: Tensor, step: Step, layer: int) -> Tensor:
         """Return the scores `[C, T, M]` of chunks with `summary [S, M, …]` for queries `q [H, T, D]`; larger is better.

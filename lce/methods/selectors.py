@@ -160,26 +160,31 @@ class SummarySelector(Selector):
 
 @dataclass(frozen=True)
 class Summary(SummarySelector, name="summary"):
-    """LongHeads' summary, a vector for each query head: the keys that the chunk's own queries attend (Eq. 1-2).
+    """LongHeads' summary of a chunk: a mean of the chunk's keys, weighted by how its own queries attend the keys.
 
-    `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K`. The score is `q · c`.
+    Of `values`, a vector for each query head, as in the paper (Eq. 1-2): `O = softmax(Q Kᵀ/√D) V` without a causal
+    mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K`. Of `keys`, a vector for each KV head: `c = mean(softmax(Q Kᵀ/√D)
+    K)` over the queries of all heads. The score is `q · c`.
     """
 
+    of: Literal["values", "keys"] = knob("values", "what a chunk's queries take a mean of before Eq. 1, or its keys alone")
     uses_queries: ClassVar[bool] = True
 
     def shape(self, sizes: Sizes, selection: Selection) -> tuple[int, ...]:
-        return sizes.n_heads, sizes.head_dim
+        return sizes.n_heads if self.of == "values" else sizes.n_kv_heads, sizes.head_dim
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         n_kv_heads, n_chunks = k.shape[:2]
-        keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [G * m, L, D]
+        keys, values = k.flatten(0, 1), (v if self.of == "values" else k).flatten(0, 1)  # [G * m, L, D]
         out, _ = step.attention.dense(fold_chunks(q, n_kv_heads), keys, values, causal=False)
         query = out.mean(dim=1, keepdim=True)  # [G * m * H/G, 1, D]
+        if self.of == "keys":
+            return unfold_chunks(query.squeeze(1), n_kv_heads, n_chunks).unflatten(0, (n_kv_heads, -1)).mean(dim=1)
         representation, _ = step.attention.dense(query, keys, keys, causal=False)
         return unfold_chunks(representation.squeeze(1), n_kv_heads, n_chunks)
 
     def summary_cost(self, sizes: Sizes, size: int) -> int:
-        return 2 * sizes.n_heads * (size + 1) * size * sizes.head_dim  # Eq. 2: L queries; Eq. 1: one
+        return 2 * sizes.n_heads * (size + (self.of == "values")) * size * sizes.head_dim  # Eq. 2: L queries; Eq. 1: one
 
 
 @dataclass(frozen=True)
