@@ -369,7 +369,7 @@ def longheads_scores(text: Text, size: int, placement: str, summary: str, scored
 
     Side by side: the chunk at its offsets, the query unrotated, or at the position `scored_at`. True: both at their
     positions. Constant: the chunk unrotated, the query at position L, both with the factor of RoPE's scaling. For the
-    summary `keys`, what the queries of all heads of a KV head attend of the chunk's keys.
+    summary `keys`, a key weighs as much as any query of its chunk attends it, in the mean of a KV head's query heads.
     """
     q, setting, n_chunks, root = text.q, text.setting, text.n // size, math.sqrt(text.dim)
     scores = torch.zeros(text.n_heads, text.n, n_chunks, dtype=torch.float64)
@@ -391,7 +391,8 @@ def longheads_scores(text: Text, size: int, placement: str, summary: str, scored
             for x in (q[h, : len(index)], text.keys(h)[: len(index)])
         )
         received = (dot(queries[:, :, None], keys[:, None]) / root).softmax(-1)  # [M, L, L]
-        of_head[h] = (received.mean(1)[..., None] * keys).sum(1)
+        most = received.amax(1)  # that any query gives a key
+        of_head[h] = ((most / most.sum(-1, keepdim=True))[..., None] * keys).sum(1)
         if summary == "values":
             out = received @ chunked(text.v[h // text.rep, : len(index)].double())
             weights = (dot(as_complex(out.mean(1))[:, None], keys) / root).softmax(-1)
@@ -598,7 +599,8 @@ def page_scores(
             inner = (dot(queries[:, None], keys[None]) / root).softmax(-1)
             if select == "summary" and of == "keys":
                 shares = [(dot(asked(g, rows, at)[:, None], keys[None]) / root).softmax(-1) for g in sharing(h)]
-                one = (torch.stack(shares).mean((0, 1))[:, None] * keys).sum(0)
+                most = torch.stack(shares).amax(1)
+                one = ((most / most.sum(-1, keepdim=True)).mean(0)[:, None] * keys).sum(0)
             elif select == "summary":
                 average = as_complex((inner @ text.v[h // text.rep, rows].double()).mean(0))
                 one = ((dot(average, keys) / root).softmax(-1)[:, None] * keys).sum(0)

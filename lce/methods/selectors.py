@@ -160,14 +160,16 @@ class SummarySelector(Selector):
 
 @dataclass(frozen=True)
 class Summary(SummarySelector, name="summary"):
-    """LongHeads' summary of a chunk: a mean of the chunk's keys, weighted by how its own queries attend the keys.
+    """LongHeads' summary of a chunk: a mean of the chunk's keys, weighted by how the chunk's own queries attend them.
 
-    Of `values`, a vector for each query head, as in the paper (Eq. 1-2): `O = softmax(Q Kᵀ/√D) V` without a causal
-    mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K`. Of `keys`, a vector for each KV head: `c = mean(softmax(Q Kᵀ/√D)
-    K)` over the queries of all heads. The score is `q · c`.
+    With `of="values"`, a vector for each query head, as in the paper (Eq. 1-2): `O = softmax(Q Kᵀ/√D) V` without a
+    causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K`. A model's values may be too small for these weights to
+    differ. So with `of="keys"`, a vector for each KV head, a key weighs as much as the largest share of attention that
+    a query gives it: `w_j = max_i softmax(Q Kᵀ/√D)_ij`, `c = Σ w_j k_j / Σ w_j`, a mean over the head's query heads.
+    The score is `q · c`.
     """
 
-    of: Literal["values", "keys"] = knob("values", "what a chunk's queries take a mean of before Eq. 1, or its keys alone")
+    of: Literal["values", "keys"] = knob("values", "where a key's weight comes from: the chunk's values, or keys alone")
     uses_queries: ClassVar[bool] = True
 
     def shape(self, sizes: Sizes, selection: Selection) -> tuple[int, ...]:
@@ -175,16 +177,29 @@ class Summary(SummarySelector, name="summary"):
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         n_kv_heads, n_chunks = k.shape[:2]
-        keys, values = k.flatten(0, 1), (v if self.of == "values" else k).flatten(0, 1)  # [G * m, L, D]
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [G * m, L, D]
+        if self.of == "keys":
+            weights = own_attention(q, keys, n_kv_heads).amax(dim=2)  # [G * m, H/G, L]
+            weights = (weights / weights.sum(-1, keepdim=True)).mean(dim=1, keepdim=True)
+            return (weights.to(keys.dtype) @ keys).view(n_kv_heads, n_chunks, -1)
         out, _ = step.attention.dense(fold_chunks(q, n_kv_heads), keys, values, causal=False)
         query = out.mean(dim=1, keepdim=True)  # [G * m * H/G, 1, D]
-        if self.of == "keys":
-            return unfold_chunks(query.squeeze(1), n_kv_heads, n_chunks).unflatten(0, (n_kv_heads, -1)).mean(dim=1)
         representation, _ = step.attention.dense(query, keys, keys, causal=False)
         return unfold_chunks(representation.squeeze(1), n_kv_heads, n_chunks)
 
     def summary_cost(self, sizes: Sizes, size: int) -> int:
-        return 2 * sizes.n_heads * (size + (self.of == "values")) * size * sizes.head_dim  # Eq. 2: L queries; Eq. 1: one
+        products = 2 * (size + 1) * size if self.of == "values" else size * size  # Eq. 2: L queries; Eq. 1: one
+        return sizes.n_heads * products * sizes.head_dim
+
+
+def own_attention(q: Tensor, keys: Tensor, n_kv_heads: int) -> Tensor:
+    """Return each chunk's attention to itself, `[G * m, H/G, L, L]`, of `q [H, m, L, D]` to `keys [G * m, L, D]`.
+
+    Softmax weights in float32, without a causal mask.
+    """
+    size, dim = keys.shape[1:]
+    queries = fold_chunks(q, n_kv_heads).reshape(len(keys), -1, dim)  # [G * m, H/G * L, D]
+    return products(queries / math.sqrt(dim), keys.mT).float().unflatten(1, (-1, size)).softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -233,10 +248,8 @@ class Representatives(SummarySelector, name="representatives"):
         return sizes.n_heads, sizes.head_dim
 
     def summarise(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        (n_kv_heads, n_chunks, size, dim), keys = k.shape, k.flatten(0, 1)  # [G * m, L, D]
-        queries = fold_chunks(q, n_kv_heads).reshape(len(keys), -1, dim)  # [G * m, H/G * L, D]
-        logits = products(queries / math.sqrt(dim), keys.mT).float().unflatten(1, (-1, size))
-        received = logits.softmax(-1).sum(dim=2)  # [G * m, H/G, L]
+        (n_kv_heads, n_chunks, size, _), keys = k.shape, k.flatten(0, 1)  # [G * m, L, D]
+        received = own_attention(q, keys, n_kv_heads).sum(dim=2)  # [G * m, H/G, L]
         best = best_first(received, min(self.repr_tokens, size))
         taken = torch.zeros_like(received).scatter_(-1, best, 1.0).to(keys.dtype)
         return unfold_chunks((taken @ keys).flatten(0, 1), n_kv_heads, n_chunks)

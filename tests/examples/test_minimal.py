@@ -23,6 +23,7 @@ from tests.docs.scripts import load
 FILE = Path(__file__).parents[2] / "examples" / "minimal.py"
 TOUR = FILE.parents[1] / "docs" / "tour" / "README.md"
 SHORTER = 2048  # tokens: at the window of SmolLM2, 8,192, the file takes over ten minutes
+PAPER = lce.methods.LongHeads(summary="values", scored_at=0)  # the paper's summaries and scores
 HAYSTACK = (FILE.parent / "haystack.txt").read_text(encoding="utf-8")
 
 
@@ -55,7 +56,7 @@ def ids_of(folder: Path, text: str) -> list[int]:
 
 def compare(minimal: ModuleType, folder: Path, ids: list[int], n_tokens: int, block: int = 512) -> None:
     """The file's tokens are the engine's, and its probabilities of the first one are close to the engine's."""
-    engine = lce.load(folder, method="longheads", dtype="float32")
+    engine = lce.load(folder, method=PAPER, dtype="float32")
     truth = engine.generate(ids, max_tokens=n_tokens, logprobs=20)
     model = minimal.Llama(folder)
     cache = model.new_cache(len(ids) + n_tokens)
@@ -98,7 +99,7 @@ def test_the_tour_begins_with_its_functions(minimal: ModuleType) -> None:
 def test_all_logits_are_those_of_the_engine(minimal: ModuleType, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Random weights, beyond the window, each token in a block of its own."""
     folder, ids = save_tiny(tmp_path, **changes), tokens(200)
-    engine, model = lce.load(folder, method="longheads", dtype="float32"), minimal.Llama(folder)
+    engine, model = lce.load(folder, method=PAPER, dtype="float32"), minimal.Llama(folder)
     assert (model.config.chunk_size, model.config.chunks) == (engine.method.chunk_size, engine.method.chunks)
     cache = model.new_cache(len(ids))
     with torch.inference_mode():
