@@ -4,6 +4,7 @@ Of several GPUs each has consecutive layers, so that hidden states move once fro
 on the first layer's GPU, the head on the last layer's. Several GPUs have more memory, but compute one after the other.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +26,10 @@ from lce.methods.registry import AUTO, as_method, with_knobs
 from lce.methods.run import access_of
 from lce.methods.step import ModelFacts
 from lce.methods.wrapped import Handover
-from lce.models.config import LongRope, ModelConfig, RopeConfig
+from lce.models.config import Factor, LongRope, ModelConfig, RopeConfig
 from lce.models.layers import model_class, read_config
 from lce.models.ranks import ALONE, Ranks
+from lce.progress import notice
 from lce.sizes import count
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.packed import Scheme, scheme_of
@@ -89,13 +91,13 @@ def planner_of(made: Planned) -> Planner:
 def planned(given: Planning) -> Planned:
     """Compute an engine's sizes from config.json alone, or from a GGUF file's header; see `plan`."""
     source = source_of(given.model, metadata_only=True)
-    facts = facts_of(given, source, read_config(source), plan_only=True)
+    asked = facts_of(given, source, read_config(source), plan_only=True)
     method = with_knobs(given.method, given.method_options)
-    chosen = fitted(method, facts, count(given.tokens, "tokens"), given.prefill_method)
+    chosen, facts = fitted(method, asked, count(given.tokens, "tokens"), given.prefill_method)
     own = facts.config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
     scheme = scheme_of(given.weights) or scheme_of(own.get("weights"))
     checkpoint = source.checkpoint if source.types_in_headers else None
-    return sizes_of(given, facts, chosen, devices_of(given.device), scheme, checkpoint)
+    return sizes_of(given, facts, chosen, devices_of(given.device), scheme, checkpoint, asked=asked)
 
 
 def sizes_of(
@@ -107,8 +109,13 @@ def sizes_of(
     checkpoint: Checkpoint | None,
     ranks: Ranks = ALONE,
     borders: Borders | None = None,
+    *,
+    asked: ModelFacts,
 ) -> Planned:
-    """Return the sizes of one rank of an engine with a fitted method. Matrices that are stored quantised stay so."""
+    """Return the sizes of one rank of an engine with a fitted method. Matrices that are stored quantised stay so.
+
+    `facts` has the window and the RoPE scaling in use, `asked` those that the user asked for.
+    """
     spill_dir = None if options.spill_dir is None else Path(options.spill_dir)
     device, host, block = cast("list[int | None]", [options.kv_device_budget, options.kv_host_budget, options.block])
     config, division, stored = facts.config, None, checkpoint.shapes if checkpoint else {}
@@ -146,32 +153,58 @@ def sizes_of(
         sliding_layers=config.sliding_layers,
     )
     own = scheme.name if scheme else None
-    return Planned(config, facts.window, facts.rope, chosen, layout, own, sizes, division)
+    return Planned(config, facts.window, facts.rope, chosen, layout, own, sizes, division, asked)
 
 
 def fitted(
     method: str | Method, model: ModelFacts, length: int | None = None, prefill_method: str | Method | None = None
-) -> Method:
-    """Return a method with every knob filled in for a model. Some knobs come from files in the model's folder.
+) -> tuple[Method, ModelFacts]:
+    """Return a method with every knob filled in for a model, and the model with the window and RoPE scaling to use.
 
-    "auto" chooses for texts of at most `length` tokens; None: any number. `prefill_method` is that of `load`.
+    Some knobs come from files in the model's folder. The method "auto" and the factor "auto" of RoPE scaling are for
+    texts of at most `length` tokens. None is any number: each context then has a factor. `prefill_method` is `load`'s.
     """
-    made = automatic(model, length) if isinstance(method, str) and method == AUTO else as_method(method)
+    if isinstance(method, str) and method == AUTO:
+        method, model = automatic(model, length)
+    if model.rope.factor == "auto":
+        model = _stretched(model, length)
+    made = as_method(method)
     made = made if prefill_method is None else Handover(made, as_method(prefill_method))
-    return made.for_model(model).resolve(model.window)
+    return made.for_model(model).resolve(model.window), model
+
+
+def _stretched(model: ModelFacts, length: int | None) -> ModelFacts:
+    """Return a model of which the factor "auto" of RoPE scaling is a number, if a length is known, and say so."""
+    rope, window = model.rope, f"a window of {model.rope.original_window or model.window:,}"
+    if length is None:
+        line = f"rope {rope.kind}: each context has the factor that its announced length needs, for {window}"
+    else:
+        rope = rope.fitted(model.window, length)
+        scaled = f"factor {rope.factor:.4g}" if rope.factor != 1 else "not scaled"
+        line = f"rope {model.rope.kind}: {scaled}, for up to {length:,} tokens and {window}"
+    if not model.plan_only:
+        _say_once(line)
+    return replace(model, rope=rope)
+
+
+@functools.lru_cache(64)
+def _say_once(line: str) -> None:
+    notice(line)
 
 
 def resolved(model: str | Path, method: str | Method, **options: Any) -> Method:
     """Return the method, with all knobs, of the engine that `load` makes. Raises `load`'s errors; loads no weights."""
     source = source_of(model)
-    return fitted(method, facts_of(SizeOptions(**options), source, read_config(source)))
+    return fitted(method, facts_of(SizeOptions(**options), source, read_config(source)))[0]
 
 
 def facts_of(options: SizeOptions, source: Source, config: ModelConfig, *, plan_only: bool = False) -> ModelFacts:
     """Return what a method may know of a model: the window and the RoPE scaling are the user's, if given."""
-    given = (options.rope, options.rope_factor) != (None, None)
-    rope = scaled(config.rope, options.rope, options.rope_factor) if given else config.rope
-    return ModelFacts(source, config, cast("int | None", options.window) or config.window, rope, plan_only=plan_only)
+    window, factor, rope = cast("int | None", options.window), cast("Factor | None", options.rope_factor), config.rope
+    given = {"window": window is not None, "rope": (options.rope, factor) != (None, None)}
+    rope = scaled(rope, options.rope, factor) if given["rope"] else rope
+    named = frozenset(name for name in given if given[name])
+    return ModelFacts(source, config, window or config.window, rope, plan_only, named)
 
 
 def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
@@ -185,15 +218,18 @@ def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
     return DTYPES[name]
 
 
-def scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeConfig:
-    """Return the checkpoint's RoPE config, with the scaling changed by the user's `kind` and `factor`."""
+def scaled(rope: RopeConfig, kind: str | None, factor: Factor | None) -> RopeConfig:
+    """Return the checkpoint's RoPE config, with the scaling changed by the user's `kind` and `factor`.
+
+    Without a factor, a kind other than the checkpoint's has the factor "auto".
+    """
     if factor is not None and (kind or rope.kind) == "none":
-        raise UsageError(f"rope_factor={factor:g} has no scaling to belong to; add rope=, for example rope='linear'")
+        text = factor if isinstance(factor, str) else f"{factor:g}"
+        raise UsageError(f"rope_factor={text} has no scaling to belong to; add rope=, for example rope='linear'")
     if isinstance(rope, LongRope):
         raise UsageError("the model's RoPE has divisors of its own, LongRoPE; leave rope and rope_factor out")
-    if kind not in (None, "none", rope.kind) and factor is None:
-        raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
-    return replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)
+    usual = rope.factor if kind in (None, "none", rope.kind) else "auto"
+    return replace(rope, kind=kind or rope.kind, factor=usual if factor is None else factor)
 
 
 def devices_of(name: object) -> tuple[torch.device, ...]:
