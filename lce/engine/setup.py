@@ -82,16 +82,15 @@ class Planned:
     @property
     def readable(self) -> int | None:
         """The most tokens that the method can read of the model; None: any number."""
-        return self.readable_within(self.reach)
+        return self._readable(self.rope)
 
     @property
     def reach(self) -> int:
         """The number of positions that the model can be trusted on: the window, stretched by RoPE scaling."""
         return self.rope.reach(self.window)
 
-    def readable_within(self, reach: int) -> int | None:
-        """Return the most tokens that the method can read if the model can be trusted on `reach` positions."""
-        limit = self.method.limit(reach, self.config.sliding_window)
+    def _readable(self, rope: RopeConfig) -> int | None:
+        limit = self.method.limit(rope.reach(self.window), self.config.sliding_window)
         return None if limit is None or limit >= MOST else limit
 
     def choice(self, n_tokens: int | None) -> Choice:
@@ -106,12 +105,11 @@ class Planned:
         """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None.
 
         `remedy` says how the reader of the line takes another method: a format for the `Choice` and `n_tokens`. `rope`
-        is that of the text's context: the factor "auto" stretches the window to the length that was announced.
+        is that of the text's context, if any: the factor "auto" reaches the length that was announced.
         """
-        limit, n_tokens = self.readable, count(n_tokens, "n_tokens", least=0)
-        if rope is not None and self.rope.factor == "auto":
-            limit = self.readable_within(rope.config.reach(self.window))
-            remedy = REANNOUNCE
+        limit = self._readable(self.rope if rope is None else rope.config)
+        n_tokens = count(n_tokens, "n_tokens", least=0)
+        remedy = REANNOUNCE if self.rope.factor == "auto" else remedy
         if limit is None or n_tokens <= limit:
             return None
         choice, limits = self.choice(n_tokens), self.limits().items()

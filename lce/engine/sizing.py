@@ -36,6 +36,7 @@ from lce.weights.packed import Scheme, scheme_of
 from lce.weights.source import Source, source_of
 
 EXPECTED_DEVICES = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"
+_say_once = functools.lru_cache(64)(notice)
 Borders = tuple[tuple[int, torch.device], ...]  # (first layer, device) of each device except the first
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -185,11 +186,6 @@ def _stretched(model: ModelFacts, length: int | None) -> ModelFacts:
     if not model.plan_only:
         _say_once(line)
     return replace(model, rope=rope)
-
-
-@functools.lru_cache(64)
-def _say_once(line: str) -> None:
-    notice(line)
 
 
 def resolved(model: str | Path, method: str | Method, **options: Any) -> Method:

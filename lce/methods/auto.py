@@ -1,6 +1,6 @@
 """The method `auto`, and all advice on methods: what was measured best for a text's length, on this model or another.
 
-The rule: within the window, `full`. Beyond it, what `lce recommend` found on this model in texts about as long, if it
+Within the window it is `full`. Beyond it, it is what `lce recommend` found on this model in texts about as long, if it
 was asked; else the choice for the length in the table of the nearest measured model.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import replace
 from lce.errors import LceError
 from lce.methods.base import Method
 from lce.methods.choices import CANDIDATES, Choice, table_for
-from lce.methods.measured import Measurement, chosen, folder, measurements
+from lce.methods.measured import Measurement, chosen, measurements
 from lce.methods.step import ModelFacts
 from lce.progress import notice
 
-NEAR = 1.5  # a measurement recommends for texts up to so many times as long, or as short
+NEAR = math.log(1.5)  # a measurement recommends for texts at most 1.5 times as long, or as short
 
 
 def choice_for(length: int | None, model: ModelFacts) -> Choice:
@@ -23,45 +23,31 @@ def choice_for(length: int | None, model: ModelFacts) -> Choice:
 
     Whatever advises a method asks this function: `auto`, plans, warnings, refusals and `lce recommend`.
     """
-    reach = _reach(model, length)
-    usual = next(
-        x.at(model.window)
-        for x in table_for(model.config)
-        if (x.windows is None or (length is not None and length <= x.windows * reach)) and may_take(x, model)
-    )
-    if length is None or length <= reach:
+    reach, table = _reach(model, length), (x for x in table_for(model.config) if may_take(x, model))
+    usual = next(x for x in table if x.windows is None or (length is not None and length <= x.windows * reach))
+    usual, some = usual.at(model.window), list[Measurement]()
+    if length is None or length <= reach or "rope" in model.named or not model.source.has_weights:
         return usual
-    some = [each for each in _kept(model) if each.window == model.window]
-    nearest = min(some, key=lambda each: _ratio(each.length, length), default=None)
+    with suppress(LceError):
+        kept = measurements(lambda: model.source.checkpoint.fingerprint())
+        some = [each for each in kept if each.window == model.window]
+    nearest = min(some, key=lambda each: abs(math.log(each.length / length)), default=None)
     return usual if nearest is None else _by(nearest, usual, length, model)
 
 
 def _by(measured: Measurement, usual: Choice, length: int, model: ModelFacts) -> Choice:
     """Return what a measurement recommends instead of `usual`, if its texts were about as long, or `usual` is worse."""
     trials = [x for x in measured.trials if may_take(x.choice, model) and reads_whole(x.choice, length, model)]
-    best, by_choice = chosen(trials, usual), {x.choice.spelled: x for x in trials}
-    is_near = _ratio(measured.length, length) <= math.log(NEAR)
-    if best.spelled not in by_choice or (not is_near and (best == usual or usual.spelled not in by_choice)):
+    best, is_near = chosen(trials, usual), abs(math.log(measured.length / length)) <= NEAR
+    values = {each.choice.spelled: each.values for each in trials}
+    if best.spelled not in values or (not is_near and (best == usual or usual.spelled not in values)):
         return usual
-    found = f"{by_choice[best.spelled].found} facts in {measured.length:,} tokens"
+    found = f"{sum(values[best.spelled]):.3g} of {len(values[best.spelled])} facts in {measured.length:,} tokens"
     return replace(best, reason=f"measured on this model on {measured.day}, where it found {found}")
-
-
-def _kept(model: ModelFacts) -> tuple[Measurement, ...]:
-    """Return the measurements of a model that are kept. Without any of any model, no weights are read."""
-    if (place := folder()) is None or not place.is_dir() or "rope" in model.named:
-        return ()
-    with suppress(LceError):
-        return tuple(measurements(model.source.checkpoint.fingerprint())) if model.source.has_weights else ()
-    return ()
 
 
 def _reach(model: ModelFacts, length: int | None) -> int:
     return model.rope.fitted(model.window, length or 0).reach(model.window)
-
-
-def _ratio(some: int, other: int) -> float:
-    return abs(math.log(some / other))
 
 
 def candidates(model: ModelFacts) -> list[Choice]:
@@ -72,9 +58,8 @@ def candidates(model: ModelFacts) -> list[Choice]:
 def may_take(choice: Choice, model: ModelFacts) -> bool:
     """Return whether a choice leaves what the user named, and a checkpoint's own RoPE scaling of another kind."""
     changed = {"rope": choice.rope, "window": choice.window or choice.share}
-    if any(changed[name] for name in model.named):
-        return False
-    return choice.rope is None or model.config.rope.kind in ("none", choice.rope)
+    own = model.config.rope.kind
+    return not any(changed[name] for name in model.named) and (choice.rope is None or own in ("none", choice.rope))
 
 
 def reads_whole(choice: Choice, length: int, model: ModelFacts) -> bool:
@@ -84,8 +69,7 @@ def reads_whole(choice: Choice, length: int, model: ModelFacts) -> bool:
         made = choice.make().resolve(window)
     except LceError:  # the window is too small for the method
         return False
-    reach = length if choice.rope else model.rope.reach(window)
-    limit = made.limit(reach, model.config.sliding_window)
+    limit = made.limit(length if choice.rope else model.rope.reach(window), model.config.sliding_window)
     return limit is None or length <= limit
 
 

@@ -191,14 +191,18 @@ def test_what_cannot_be_asked(tiny_model: Path) -> None:
         assert words in result.stderr.splitlines()[-1]
 
 
-def test_auto_takes_what_was_kept(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_was_kept(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command keeps the scores of all methods, and from then on `auto` names what was found on this model."""
     Clock(monkeypatch, lambda name, n_tokens: 1.0)
     how = ("--model", str(tiny_model), "--window", "256", "--task", "code", "--seconds", "7", "--json")
     monkeypatch.setattr("lce_lab.eval.report.fails", lambda score: None)  # random weights find nothing
     found = json.loads(ran("recommend", *how).stdout)
-    (kept,) = measured.measurements(asked(tiny_model).source.checkpoint.fingerprint())
-    assert (str(measured.folder()), kept.length, kept.window) == (str(Path(found["kept"]).parent), 288, 256)
+    (kept,) = measured.measurements(asked(tiny_model).source.checkpoint.fingerprint)
+    assert (str(tmp_path / "cache" / "measured"), kept.length, kept.window) == (
+        str(Path(found["kept"]).parent),
+        288,
+        256,
+    )
     assert [each.choice.method for each in kept.trials] == [each["method"] for each in found["probes"]]
     assert kept.settings["task"] == "code"
     assert f"measured on this model on {kept.day}" in advised(288, tiny_model, window=256).reason
