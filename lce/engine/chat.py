@@ -149,9 +149,9 @@ class Conversation(Unique):
         return found
 
     def use(self, method: str | Method, length: int | None = None) -> None:
-        """Go on with another method: the next turn reads all messages anew. Not for a conversation with a context.
+        """Go on with another method: the next turn reads all messages anew. "auto" chooses for `length` tokens.
 
-        The method "auto" chooses for a conversation of `length` tokens.
+        Not for a conversation with a context.
         """
         if self._before:
             fault = "this conversation continues a context, whose text another method has read"
@@ -204,10 +204,7 @@ class Conversation(Unique):
         self._past = _Past([*past.messages, *said], text, marks, len(self.context))
 
     def _fit(self, chat: ChatText, max_tokens: int) -> tuple[Context, list[int]]:
-        """Truncate the context to the tokens that agree with the text `chat`; return it, and the ids to prefill.
-
-        A new context is announced to have `max_tokens` more.
-        """
+        """Truncate the context to the tokens that agree with the text `chat`; return it, and the ids to prefill."""
         past = self._past
         n_same, n_held = _common(past.text, chat.text), 0 if self.context is None else len(self.context)
         marks = [mark for mark in past.marks if mark[0] <= n_same and mark[1] <= n_held]

@@ -234,7 +234,7 @@ class Setup(Planned):
 
     def rope_of(self, length: int, offset: int = 0) -> Rope:
         """Return the RoPE of a context that is announced to have `length` tokens in the end; see `Rope.positions`."""
-        rope = self.rope.fitted(self.window, length)
+        rope = self.rope.fitted(self.window, length) if self.rope.factor == "auto" else self.rope
         return Rope(rope, self.config.head_dim, self.config.window, length, offset)
 
     def using(self, method: str | Method, length: int | None = None) -> "Setup":

@@ -98,11 +98,12 @@ def planned(given: Planning) -> Planned:
     own = facts.config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
     scheme = scheme_of(given.weights) or scheme_of(own.get("weights"))
     checkpoint = source.checkpoint if source.types_in_headers else None
-    return sizes_of(given, facts, chosen, devices_of(given.device), scheme, checkpoint, asked=asked)
+    return sizes_of(given, asked, facts, chosen, devices_of(given.device), scheme, checkpoint)
 
 
 def sizes_of(
     options: SizeOptions,
+    asked: ModelFacts,
     facts: ModelFacts,
     chosen: Method,
     devices: Sequence[torch.device],
@@ -110,13 +111,8 @@ def sizes_of(
     checkpoint: Checkpoint | None,
     ranks: Ranks = ALONE,
     borders: Borders | None = None,
-    *,
-    asked: ModelFacts,
 ) -> Planned:
-    """Return the sizes of one rank of an engine with a fitted method. Matrices that are stored quantised stay so.
-
-    `facts` has the window and the RoPE scaling in use, `asked` those that the user asked for.
-    """
+    """Return the sizes of one rank of an engine with a fitted method. Matrices that are stored quantised stay so."""
     spill_dir = None if options.spill_dir is None else Path(options.spill_dir)
     device, host, block = cast("list[int | None]", [options.kv_device_budget, options.kv_host_budget, options.block])
     config, division, stored = facts.config, None, checkpoint.shapes if checkpoint else {}
@@ -162,13 +158,10 @@ def fitted(
 ) -> tuple[Method, ModelFacts]:
     """Return a method with every knob filled in for a model, and the model with the window and RoPE scaling to use.
 
-    Some knobs come from files in the model's folder. The method "auto" and the factor "auto" of RoPE scaling are for
-    texts of at most `length` tokens. None is any number: each context then has a factor. `prefill_method` is `load`'s.
+    "auto" chooses for texts of at most `length` tokens; None: any number. `prefill_method` is that of `load`.
     """
-    if isinstance(method, str) and method == AUTO:
-        method, model = automatic(model, length)
-    if model.rope.factor == "auto":
-        model = _stretched(model, length)
+    method, model = automatic(model, length) if isinstance(method, str) and method == AUTO else (method, model)
+    model = _stretched(model, length) if model.rope.factor == "auto" else model
     made = as_method(method)
     made = made if prefill_method is None else Handover(made, as_method(prefill_method))
     return made.for_model(model).resolve(model.window), model
@@ -196,10 +189,9 @@ def resolved(model: str | Path, method: str | Method, **options: Any) -> Method:
 
 def facts_of(options: SizeOptions, source: Source, config: ModelConfig, *, plan_only: bool = False) -> ModelFacts:
     """Return what a method may know of a model: the window and the RoPE scaling are the user's, if given."""
-    window, factor, rope = cast("int | None", options.window), cast("Factor | None", options.rope_factor), config.rope
-    given = {"window": window is not None, "rope": (options.rope, factor) != (None, None)}
-    rope = scaled(rope, options.rope, factor) if given["rope"] else rope
-    named = frozenset(name for name in given if given[name])
+    window, factor = cast("int | None", options.window), cast("Factor | None", options.rope_factor)
+    named = frozenset({"window"} if window else ()) | ({"rope"} if options.rope or factor else set())
+    rope = scaled(config.rope, options.rope, factor) if "rope" in named else config.rope
     return ModelFacts(source, config, window or config.window, rope, plan_only, named)
 
 
@@ -215,10 +207,7 @@ def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
 
 
 def scaled(rope: RopeConfig, kind: str | None, factor: Factor | None) -> RopeConfig:
-    """Return the checkpoint's RoPE config, with the scaling changed by the user's `kind` and `factor`.
-
-    Without a factor, a kind other than the checkpoint's has the factor "auto".
-    """
+    """Return the checkpoint's RoPE config with a user's `kind` and `factor`; of another kind, by default "auto"."""
     if factor is not None and (kind or rope.kind) == "none":
         text = factor if isinstance(factor, str) else f"{factor:g}"
         raise UsageError(f"rope_factor={text} has no scaling to belong to; add rope=, for example rope='linear'")

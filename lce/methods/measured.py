@@ -118,4 +118,5 @@ def _checked(found: Any) -> Measurement:
         trials[-1].choice.make()
     if not all(type(n) is int and 2 <= n < 1 << 40 for n in counts) or len({len(x.values) for x in trials}) != 1:
         raise ValueError
-    return Measurement(*counts[:2], date.fromisoformat(found["day"]).isoformat(), dict(found["settings"]), trials)
+    day, settings = date.fromisoformat(found["day"]).isoformat(), dict(found["settings"])
+    return Measurement(counts[0], counts[1], day, settings, trials)

@@ -172,23 +172,21 @@ class RopeConfig:
         With that factor the base of `ntk` is the base of `dynamic` with a factor of 1, so `dynamic` becomes `ntk`.
         Example: for a window of 8,192 and 20,480 tokens the factor is 2.5.
         """
-        if self.factor != "auto":
-            return self
-        factor = max(1.0, length / (self.original_window or window))
-        return replace(self, kind="ntk" if self.kind == "dynamic" else self.kind, factor=factor)
+        kind, factor = (
+            "ntk" if self.kind == "dynamic" else self.kind,
+            max(1.0, length / (self.original_window or window)),
+        )
+        return replace(self, kind=kind, factor=factor) if self.factor == "auto" else self
 
     def reach(self, window: int) -> int:
         """Return how many positions a model with this scaling can be trusted on.
 
-        As in vLLM, this is the factor times the window before scaling, but at least `window`. A config's llama3 scaling
-        promises nothing beyond `window`: Llama 3.2 was trained on 131,072 positions, and has a factor of 32 over 8,192.
-        The factor "auto" reaches whatever is announced.
+        As in vLLM, this is the factor times the window before scaling, but at least `window`; with "auto" any number. A
+        config's llama3 scaling promises nothing beyond: Llama 3.2, trained on 131,072, has a factor of 32 over 8,192.
         """
-        if self.factor == "auto":
-            return MOST
-        if self.kind == "llama3" and self.original_window:
+        if self.kind == "none" or (self.kind == "llama3" and self.original_window):
             return window
-        scaled = 0 if self.kind == "none" else int((self.original_window or window) * self.factor + 1e-6)
+        scaled = MOST if self.factor == "auto" else int((self.original_window or window) * self.factor + 1e-6)
         return max(window, scaled)
 
 

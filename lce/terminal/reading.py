@@ -149,9 +149,8 @@ class Opening:
         """Return an engine, and the context opened from the context file; without a file, an engine and None.
 
         With a file, the engine has the file's options but for those of the command line, which may not contradict it.
-        Without, the method is `full` by default, and `auto` chooses for the tokens of `text`, a prompt or messages, and
-        `more`, but at least for `least` tokens; without `text` it is `full` until a chat chooses. So does `auto`, the
-        default factor of a RoPE scaling.
+        Without, the method is `full` by default. `auto`, as a method or a factor, is for the tokens of `text`, a prompt
+        or messages, and `more`, but at least for `least` tokens; without `text` the method is `full` for now.
         """
         if self.context_file is not None:
             return self._opened(self.context_file)
