@@ -17,7 +17,6 @@ import lce
 from lce.methods.auto import candidates
 from lce.methods.choices import Choice
 from lce.methods.measured import Measurement, Trial, alike, chosen
-from lce.methods.step import ModelFacts
 from lce_lab.eval.record import Answer
 from lce_lab.eval.running import Asking, Shard
 from lce_lab.eval.scores import Score, mean_of
@@ -51,7 +50,7 @@ class Recommendation:
     first; among equals, the method that reads fewest bytes per token. There was no time to ask the methods `left`, of
     which a text takes about `needed` seconds. Without time for any method, there is no ceiling either. `usual` is what
     the method `auto` is for texts of this length. Of the lengths that could be asked, there was time for those in
-    `affords`. `asked` is the model, with the window and RoPE scaling that a user named.
+    `affords`. `window` is the model's, `fingerprint` that of its weights; None if a user named a RoPE scaling.
     """
 
     length: int
@@ -61,7 +60,8 @@ class Recommendation:
     left: Sequence[Choice]
     needed: float = 0.0
     affords: Sequence[int] = ()
-    asked: ModelFacts | None = None
+    window: int = 0
+    fingerprint: str | None = None
 
     @property
     def alike(self) -> Sequence[Probe]:
@@ -76,11 +76,11 @@ class Recommendation:
         """
         return chosen(self.probes, self.usual)
 
-    def measurement(self, window: int, settings: Mapping[str, Any]) -> Measurement:
-        """Return what `lce.methods.measured.keep` keeps, for a model with this window."""
+    def measurement(self, settings: Mapping[str, Any]) -> Measurement:
+        """Return what `lce.methods.measured.keep` keeps."""
         day = datetime.now(UTC).date().isoformat()
         trials = [Trial(each.choice, each.values, each.read_bytes) for each in self.probes]
-        return Measurement(self.length, window, day, {**settings, "lce": lce.__version__}, trials)
+        return Measurement(self.length, self.window, day, {**settings, "lce": lce.__version__}, trials)
 
 
 class _Late(Exception):
@@ -230,7 +230,8 @@ def recommend(
     ceiling = full.probe(within, len(full.times)) if full.times else None
     left = [each.choice for each in others if not each.times]
     needed = max([needed, *(each.times[0] for each in others if each.times)])
-    return Recommendation(length, usual, ceiling, best_first, left, needed, affords, engine.setup.asked)
+    own = None if "rope" in engine.setup.asked.named else engine.setup.fingerprint
+    return Recommendation(length, usual, ceiling, best_first, left, needed, affords, engine.window, own)
 
 
 def _within(ask: _Questions, engine: lce.Engine, pace: float) -> int:

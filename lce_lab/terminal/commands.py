@@ -119,10 +119,10 @@ def _kept(found: Recommendation, is_telling: bool, settings: dict[str, Any]) -> 
     """Keep an answer for `auto`, and return the file; None if it tells little, or is for a user's own RoPE scaling."""
     from lce.methods.measured import keep
 
-    if not (asked := found.asked) or not found.probes or not is_telling or "rope" in asked.named:
+    if found.fingerprint is None or not found.probes or not is_telling:
         return None
     try:
-        path = keep(asked.source.checkpoint.fingerprint(), found.measurement(asked.window, settings))
+        path = keep(found.fingerprint, found.measurement(settings))
     except CapacityError as error:
         note(f"--method auto will not know this: {error}")
         return None
