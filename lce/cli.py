@@ -142,7 +142,7 @@ def chat(opening: Opening, text: tuple[str, ...], system: str | None, output: Ou
 @options.target_options("out", "Where the context goes, for example document.lce.")
 @flag("--checkpoint-every TOKENS", "Save now and then, to resume from.", type=options.COUNT)
 @flag("--keep SHARE", "Keep this share of keys and values, chosen by repeating the text (KVzip).", type=float)
-@flag("--length TOKENS", "Final length of the context; for --rope dynamic and --method auto.", type=options.COUNT)
+@flag("--length TOKENS", "Final length of the context; for --rope and --method auto.", type=options.COUNT)
 @options.method_or_context_options
 @options.divided_loading_options
 @options.output_options

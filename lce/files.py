@@ -46,6 +46,14 @@ def path_of(path: object, what: str = "the path") -> Path:
     return Path(text)
 
 
+def cache_home() -> Path | None:
+    """Return lce's folder in the user's cache, which may not exist; None for a user without a home folder."""
+    try:
+        return (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lce").absolute()
+    except (OSError, RuntimeError):
+        return None
+
+
 def open_regular(path: str | Path, error: type[LceError] = DataError, *, follow: bool = True) -> int:
     """Return a descriptor to read a regular file, without blocking. Raises `error` for others; links need `follow`."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)

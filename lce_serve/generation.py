@@ -18,7 +18,7 @@ from lce_serve.tools import Tools
 
 DEFAULT_TOKENS = 4096  # the most tokens of an answer whose request gives no limit
 LEAST_TOKENS = 16  # while memory is short, a limit is not lowered below this
-REMEDY = 'give "method": "{0.method}", which lce takes for this length'  # what a refusal says of the other method
+REMEDY = "{0.request}, which lce takes for this length"  # what a refusal says of the other method
 AGAIN = 'make the named context anew, by the "method": "{0.method}", which lce takes for this length'
 COMPILE_S = 10.0  # seconds that the grammar of a request may take
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import lce
-from lce.methods.auto import choice_for
+from tests.advising import advised
 from tests.checkpoints import save_chat, tokens
 from tests.command import assert_error, ran, run
 
@@ -45,7 +45,7 @@ SLOW = pytest.param(2 * W, TWICE, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(("length", "scaling"), [(W, {}), (W + 1, {}), (7 * W, {}), SLOW, (2 * W + 1, TWICE)])
 def test_all_say_the_same(model: Path, tmp_path: Path, length: int, scaling: dict[str, Any]) -> None:
-    expected, flags = choice_for(length, W * int(scaling.get("rope_factor", 1))).method, list[str]()
+    expected, flags = advised(length, model, **scaling).method, list[str]()
     for key, value in scaling.items():
         flags += [f"--{key.replace('_', '-')}", str(value)]
     engine, file, out = lce.load(model, **scaling), tmp_path / "text.txt", tmp_path / "text.lce"
@@ -68,7 +68,7 @@ def test_all_say_the_same(model: Path, tmp_path: Path, length: int, scaling: dic
     n_chat = len(engine.tokenizer.encode_parts(engine.tokenizer.render_chat(chat)))
     talk = ran("chat", *of, *auto, "-n", "1", stdin=f"/file {file}\nWhy?\n")
     by_messages = ran("generate", *of, *auto, "-n", "1", "--messages", "-", stdin=json.dumps(chat))
-    in_chat = choice_for(n_chat + 1, engine.setup.reach).method
+    in_chat = advised(n_chat + 1, model, **scaling).method
     for each in (talk, by_messages):
         assert named(each.stderr, "method auto is ") == in_chat
         assert f" {n_chat + 1:,} tokens" in each.stderr
@@ -127,6 +127,37 @@ def test_a_chat_chooses_again_when_a_file_comes(model: Path, tmp_path: Path) -> 
     assert "can read of this model" not in talk.stderr
 
 
+def test_a_chat_takes_a_scaling_and_a_larger_one_when_it_outgrows_it(tmp_path: Path) -> None:
+    """A factor has a quarter of the window to spare, so that not every message reads all anew."""
+    own: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    model, file = save_chat(tmp_path, TEMPLATE, **own), tmp_path / "text.txt"
+    file.write_text(PROSE[:400])
+    talk = ran(
+        "chat",
+        "-m",
+        model,
+        "--method",
+        "auto",
+        "-n",
+        "2",
+        stdin=f"Hi\n/file {file}\nWhat?\nOh\n{PROSE[:99]}\n/reset\nHi\n",
+    )
+    expected = ["full for", "full --rope yarn for", "full --rope yarn for", "full for"]
+    assert re.findall("method auto is (full(?: --rope yarn)? for)", talk.stderr) == expected
+    lengths = [int(n) for n in re.findall(r"rope yarn: factor [\d.]+, for up to (\d+) tokens", talk.stderr)]
+    assert lengths == sorted({*lengths})
+    assert len(lengths) == 2
+    assert "can read of this model" not in talk.stderr
+
+
+def test_a_server_is_started_with_a_scaling(tmp_path: Path) -> None:
+    """A request names a method, but no scaling."""
+    own: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    engine = lce.load(save_chat(tmp_path, TEMPLATE, **own))
+    remedy = str(engine.setup.beyond(2 * W, "{0.request}"))
+    assert "start the server with --method full --rope yarn; others" in remedy
+
+
 def test_a_conversation_goes_on_with_another_method(model: Path) -> None:
     engine = lce.load(model)
     whole, switched = lce.load(model, "rerope").conversation("Be brief."), engine.conversation("Be brief.")
@@ -155,7 +186,7 @@ def test_a_text_is_counted_and_planned(tmp_path: Path, n_tokens: int, reads: str
     model, file = save_chat(tmp_path, TEMPLATE, max_position_embeddings=2048), tmp_path / "text.txt"
     file.write_text(text_of(lce.load(model), n_tokens) if n_tokens < 400 else "a" * (n_tokens - 1))
     found = json.loads(ran("info", file, "-m", model, "--json").stdout)
-    expected = choice_for(n_tokens + 1024, 2048).method
+    expected = advised(n_tokens + 1024, model).method
     assert (found["kind"], found["tokens"], found["with_questions"]) == ("text", n_tokens, n_tokens + 1024)
     assert (found["auto"]["method"], reads in found["reads"], "streaming" in found["reads"]) == (
         expected,

@@ -17,7 +17,8 @@ BETWEEN = {
     ("lce_lab", "lce_serve.ray"),
 }
 PUBLIC = {f"lce.{name}" for name in "errors sizes progress files system".split()}
-PUBLIC |= {"lce", "lce.methods", "lce.methods.auto", "lce.methods.lowdim", "lce.methods.map_file"}
+PUBLIC |= {"lce", "lce.methods", "lce.methods.lowdim", "lce.methods.map_file"}
+PUBLIC |= {f"lce.methods.{name}" for name in "auto choices measured".split()}  # advice, and what `lce recommend` keeps
 PUBLIC |= {
     f"lce.methods.{name}" for name in "attending full joint selection selective selectors turned_keys".split()
 }  # parts

@@ -16,9 +16,9 @@ from tests.command import output
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(file for name in "benchmarks docs examples tools".split() for file in (ROOT / name).rglob("*.py"))
 SHARED = set(  # files of lce/methods that hold no method that users name
-    "__init__ attending auto base budget choosing costs decoding hooks joint knobs lowdim "
-    "lowdim_pages map_file parts placement registry run selection selective selectors span_lanes step turned_keys "
-    "wrapped".split()
+    "__init__ attending auto base budget choices choosing costs decoding hooks joint knobs lowdim "
+    "lowdim_pages map_file measured parts placement registry run selection selective selectors span_lanes step "
+    "turned_keys wrapped".split()
 )
 
 own_methods = [name for name in lce.methods.available() if lce.methods.find(name).__module__.startswith("lce")]

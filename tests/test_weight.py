@@ -17,8 +17,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
-        34_135,
-        "lines; a fifth are kernels; advice takes 130, kept beginnings 60, order of sums 470, lanes in one call 245",
+        34_473,
+        "lines; a fifth are kernels; advice takes 390, factors that follow the text 80, kept beginnings 60, "
+        "order of sums 470, lanes in one call 245",
     ),
     "lce_serve": (
         4_514,

@@ -165,7 +165,8 @@ class Batch(Unique):
         request.result.stats.prompt_tokens = len(ids)
         request.result.logprobs = None if options.logprobs is None else []
         request.result.seed = options.seed
-        request.result.warning = setup.warn(len(ids) + (0 if start is None else len(start)))
+        before, rope = (0, None) if start is None else (len(start), start.rope)
+        request.result.warning = setup.warn(len(ids) + before, rope)
         self._scheduler.submit(request)
         return BatchStream(request)
 

@@ -140,7 +140,7 @@ class Conversation(Unique):
         chat = together(partial(render, continue_final_message=begun))
         if chat.thinking is not None:
             checked = checked_options(self.setup, given, chat)
-        context, ids = self._fit(chat)
+        context, ids = self._fit(chat, checked.max_tokens)
         prompt_ids(self.setup, ids, context)
         found = stream(self.setup, ids, replace(checked, context=context), CancelFlag(), self._rest)
         self.tokens_read = len(ids)
@@ -148,12 +148,15 @@ class Conversation(Unique):
         self._past = replace(self._past, turn=turn)
         return found
 
-    def use(self, method: str | Method) -> None:
-        """Go on with another method: the next turn reads all messages anew. Not for a conversation with a context."""
+    def use(self, method: str | Method, length: int | None = None) -> None:
+        """Go on with another method: the next turn reads all messages anew. "auto" chooses for `length` tokens.
+
+        Not for a conversation with a context.
+        """
         if self._before:
             fault = "this conversation continues a context, whose text another method has read"
             raise UsageError(f"{fault}; begin a new one")
-        setup = self.setup.using(method)
+        setup = self.setup.using(method, length)
         self._settle()
         self._past = replace(self._past, text="", marks=[(0, 0)], n_tokens=None if self._past.messages else 0)
         self.setup, self.context = setup, None
@@ -200,7 +203,7 @@ class Conversation(Unique):
             marks.append((len(text), len(self.context)))
         self._past = _Past([*past.messages, *said], text, marks, len(self.context))
 
-    def _fit(self, chat: ChatText) -> tuple[Context, list[int]]:
+    def _fit(self, chat: ChatText, max_tokens: int) -> tuple[Context, list[int]]:
         """Truncate the context to the tokens that agree with the text `chat`; return it, and the ids to prefill."""
         past = self._past
         n_same, n_held = _common(past.text, chat.text), 0 if self.context is None else len(self.context)
@@ -213,7 +216,7 @@ class Conversation(Unique):
         if self.context is None:
             if not ids:
                 raise ModelError("the chat template writes nothing for these messages; use generate with a prompt")
-            self.context = new_context(self.setup, max(len(ids), self._length))
+            self.context = new_context(self.setup, max(len(ids) + max_tokens, self._length))
         context, cache = self.context, self.context.cache
         wanted = [*context.token_ids[:n_tokens], *ids]  # the context may hold a part of a turn that failed
         n_kept = _common(context.token_ids, wanted[:-1])

@@ -235,7 +235,7 @@ def appended(setup: Setup, context: Context | None, n_new: int, announced: int, 
     """Call `work`, which appends `n_new` tokens, on `context` or a new context. Undo all changes after an error."""
     held = new_context(setup, max(n_new, announced)) if context is None else context
     with held.hold():
-        setup.warn(len(held) + n_new)
+        setup.warn(len(held) + n_new, held.rope)
         reserve(setup, held.cache, max(len(held) + n_new, announced))
         mark = held.mark()
         try:

@@ -52,7 +52,7 @@ def evict(setup: Setup, context: Context, keep: float, progress: Progress | bool
     passes = repetitions(context.token_ids, setup.tokenizer, setup.readable)
     with context.hold(), reported(progress, "repeat") as tell:
         needed = len(context) + max(len(each.ids) for each in passes)
-        setup.warn(needed)
+        setup.warn(needed, context.rope)
         append(setup, context, unread(setup, context))
         reserve(setup, context.cache, needed)
         rows = [best_rows(peaks, n_rows) for peaks in attention_peaks(setup, context, passes, tell)]

@@ -17,7 +17,7 @@ from lce.files import open_regular, path_of
 from lce.methods import registry
 from lce.methods.base import Method
 from lce.methods.step import ModelFacts
-from lce.models.config import ModelConfig
+from lce.models.config import Factor, ModelConfig
 from lce.models.layers import model_class, read_config
 from lce.models.products import products_in
 from lce.progress import Progress, check_progress, reported
@@ -79,7 +79,7 @@ class ContextInfo:
     knobs: Mapping[str, Any]
     window: int
     rope: str
-    rope_factor: float
+    rope_factor: Factor
     dtype: str
     kv_dtype: str
     weights: str | None
@@ -119,7 +119,7 @@ def info(path: str | Path, check: bool = False, *, progress: bool | Progress | N
     methods, refused = dict[str, Method](), dict[str, str]()
     for name in registry.available():
         try:
-            methods[name] = fitted(name, facts)
+            methods[name] = fitted(name, facts)[0]
         except LceError as error:
             refused[name] = str(error)
     fingerprint, checked = checkpoint.fingerprint() if checkpoint else None, None
@@ -157,7 +157,8 @@ def describe(path: str | Path) -> ContextInfo:
         (n_tokens,), rope = header.entries["tokens"]["shape"], facts["rope"]
         texts = [facts[name] for name in ("model", "method", "dtype", "kv_dtype")]
         plain = all(isinstance(x, str) for x in (*texts, rope["kind"], facts["weights"] or ""))
-        if not plain or not all(type(x) is int for x in (facts["window"], n_tokens)) or rope["factor"] < 1:
+        known = rope["factor"] == "auto" or rope["factor"] >= 1
+        if not plain or not known or not all(type(x) is int for x in (facts["window"], n_tokens)):
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise contradiction(file) from None

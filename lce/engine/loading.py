@@ -47,9 +47,9 @@ class Loading(LoadOptions):
 def load(given: Loading) -> Engine:
     """Load `model` (a folder, a GGUF file, a hub id, "smollm2", or the embedded model "demo"), and return an engine.
 
-    `method` is a method's name, or an instance with its knobs. "auto" is the method that was measured best for texts of
-    `length` tokens; its name is printed on stderr. Raises `ModelError` for what is no valid model or cannot be had, and
-    `UsageError` for options that cannot be used. The options:
+    `method` is a method's name, or an instance with its knobs. "auto" is what was measured best for texts of `length`
+    tokens: a method, maybe with a RoPE scaling or a smaller window; it is printed on stderr. Raises `ModelError` for
+    what is no valid model or cannot be had, and `UsageError` for options that cannot be used. The options:
     """
     if (threads := given.threads) is not None:
         torch.set_num_threads(_within_cores(threads, usable_cores()))
@@ -61,9 +61,10 @@ def load(given: Loading) -> Engine:
     return Engine(ranks.together(partial(_loaded, given, ranks), dividing.facts_of))
 
 
-def _again(given: Loading, method: str | Method, sharing: Setup) -> Setup:
-    """Return a setup with another method, and another setup's weights and options."""
-    other = dict.fromkeys(("method_options", "prefill_method", "threads"))
+def _again(given: Loading, method: str | Method, sharing: Setup, length: int | None = None) -> Setup:
+    """Return a setup with another method, and another setup's weights and options, for texts of another `length`."""
+    other: dict[str, Any] = dict.fromkeys(("method_options", "prefill_method", "threads"))
+    other["length"] = length or given.length
     return load(**vars(given) | {"method": method, "sharing": Engine(sharing)} | other).setup
 
 
@@ -78,12 +79,12 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     checkpoint = source.checkpoint
     is_plain = isinstance(given.weights, str) and given.weights == "auto" and not checkpoint.quantised
     scheme = None if is_plain else _rounded(given.weights, checkpoint, devices[0])
-    facts = facts_of(given, source, config)
+    asked = facts_of(given, source, config)
     like = sharing.setup.layout if isinstance(sharing, Engine) else None
     borders = like.borders if like is not None and all_devices(like) == devices else None
     method_given = with_knobs(given.method, given.method_options)
-    chosen = fitted(method_given, facts, cast("int | None", given.length), given.prefill_method)
-    made = sizes_of(given, facts, chosen, devices, scheme, checkpoint, ranks, borders)
+    chosen, facts = fitted(method_given, asked, cast("int | None", given.length), given.prefill_method)
+    made = sizes_of(given, asked, facts, chosen, devices, scheme, checkpoint, ranks, borders)
     own, layout, attention = made.config, made.layout, Attention.choose(given.attention)
     if sharing is not None:
         _check_same(sharing, made, checkpoint)

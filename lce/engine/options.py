@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from lce.errors import UsageError, nearest, shown
 from lce.files import path_of
-from lce.models.config import ROPE_KINDS
+from lce.models.config import ROPE_KINDS, Factor
 from lce.sizes import MOST, count, in_bytes
 
 if TYPE_CHECKING:
@@ -152,7 +152,13 @@ def _rope_kind(kind: Any, name: str) -> str:
     return str(kind)
 
 
-_FACTOR = Checked(f"1 or more, and {MOST_FACTOR:,} or less", lambda x: 1 <= x <= MOST_FACTOR)
+def _factor(value: Any) -> Factor:
+    """Return a factor of RoPE scaling: a number, "auto", or the number in a text."""
+    return "auto" if value == "auto" else float(value) if isinstance(value, str) else number(value)
+
+
+_EXPECTED = f"1 or more, and {MOST_FACTOR:,} or less, or auto"
+_FACTOR = Checked(_EXPECTED, lambda x: x == "auto" or 1 <= x <= MOST_FACTOR, _factor, _factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +189,13 @@ class SizeOptions(Record):
     rope: str | None = option(
         None, "RoPE scaling.  [default: the checkpoint's]", "|".join(ROPE_KINDS), parse=_rope_kind
     )
-    rope_factor: float | None = option(None, "How far RoPE scaling stretches the window.", parse=_FACTOR, type=float)
+    rope_factor: float | str | None = option(
+        None,
+        "How far RoPE scaling stretches the window; auto is as far as a text needs.  [default: auto, if --rope is new]",
+        "FACTOR|auto",
+        more='"auto" is the length over the window: `length`, if given, else what is announced for each context.',
+        parse=_FACTOR,
+    )
     kv_device_budget: int | str | None = option(
         None,
         "Limit of keys and values on a device, for example 8GiB.",
@@ -234,7 +246,7 @@ class LoadOptions(SizeOptions):
     )
     length: int | str | None = option(
         None,
-        more='The most tokens of a text, answers included, for which the method "auto" is chosen; None: any number.',
+        more='The most tokens of a text, answers included, for which a method or factor "auto" is chosen; None: any.',
         parse=Counted(),
     )
     ranks: object = option(

@@ -24,7 +24,7 @@ from lce.cache.kv import KVCache
 from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.cache.limits import Limits
 from lce.errors import CapacityError
-from lce.methods.auto import Choice
+from lce.methods.choices import Choice
 from lce.sizes import enough_text, size_text
 
 UNBOUNDED_TOKENS = 1 << 40  # if a context of this many tokens fits, the longest length counts as unbounded

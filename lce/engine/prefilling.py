@@ -68,7 +68,7 @@ def prefill_file(setup: Setup, asked: FilePrefill) -> Stats:
         ids = ids if before is None else [*before.token_ids, *ids]
         announced = max(len(ids), asked.length or 0) if before is None else before.announced
         ALLOWANCE.planner(setup.layout, into_file=True).check(len(ids))
-        setup.warn(len(ids))
+        setup.warn(len(ids), None if context is None else context.rope)
         job = PrefillJob(target, setup.files, ids, announced)
         try:
             held = context_of(setup, job.start(before))

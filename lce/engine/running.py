@@ -92,7 +92,8 @@ def stream(setup: Setup, prompt: object, options: Options, flag: CancelFlag, res
     ids = agreed_ids(setup, prompt, options.context, max_tokens=options.max_tokens, **how)
     options = seeded(options, setup.ranks)
     result = Generation(logprobs=None if options.logprobs is None else [], seed=options.seed)
-    result.warning = setup.warn(len(ids) + len(options.context or ()))
+    before = options.context
+    result.warning = setup.warn(len(ids) + len(before or ()), None if before is None else before.rope)
     return Stream(_pieces(setup, ids, options, result, flag, rest), result, flag)
 
 
@@ -195,7 +196,7 @@ def _pieces(
                 raise
         finally:
             stats.memory, stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
-        result.warning = result.warning or setup.warn(len(context))
+        result.warning = result.warning or setup.warn(len(context), context.rope)
 
 
 def _end_early(context: Context, mark: ContextMark, rest: Rest, said: int | None, result: Generation) -> None:

@@ -295,7 +295,7 @@ class Scheduler:
         try:
             if context is not None:
                 result.stats.memory, result.stats.traffic = context.cache.bytes_by_tier, context.cache.traffic
-                result.warning = result.warning or request.setup.beyond(len(context))
+                result.warning = result.warning or request.setup.beyond(len(context), rope=context.rope)
                 del context.token_ids[max(context.cache.n_tokens, request.n_said and len(context)) :]
                 ALLOWANCE.give_back(context.cache, context.cache.length)
                 if isinstance(error, DataError):

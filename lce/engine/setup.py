@@ -20,8 +20,9 @@ from lce.engine.saving import ContextFiles
 from lce.errors import LceError, ModelError, UsageError, WindowWarning, shown
 from lce.methods import registry
 from lce.methods.attending import skips
-from lce.methods.auto import Choice, choice_for
+from lce.methods.auto import choice_for
 from lce.methods.base import Method
+from lce.methods.choices import Choice
 from lce.methods.run import Driver
 from lce.methods.step import ModelFacts
 from lce.methods.wrapped import Observed, Observer
@@ -29,7 +30,7 @@ from lce.models.config import ModelConfig, RopeConfig
 from lce.models.layers import Model
 from lce.models.ranks import ALONE, Division, Facts, Ranks
 from lce.models.rope import Rope
-from lce.sizes import count
+from lce.sizes import MOST, count
 from lce.system import give_back_freed_memory
 from lce.tokenizer.tokenizer import Tokenizer
 from lce.weights.checkpoint import Checkpoint
@@ -46,6 +47,8 @@ INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))  
 MILD, MILD_OF_SEVERAL = {"frequency_penalty": 0.5}, {"temperature": 0.7, "frequency_penalty": 0.5}
 # What the warning says of `auto`, with the choice for the text, and its tokens.
 REMEDY = 'give --method auto, which takes {0.spelled} for this length (in Python: method="auto", length={1})'
+# The same where the factor of RoPE scaling is that of the announced length.
+REANNOUNCE = "announce so many tokens when the context starts (in Python: length={1}), or give a --rope-factor"
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,7 @@ class Planned:
 
     `method` has every knob filled in. `config` is of this rank's part of the model; `division` is None if one rank has
     the whole model. `weights` is the quantisation scheme, or None. `weight_bytes` has each weight's, by lce's names.
+    `asked` has the window and RoPE scaling that the user asked for; `auto` may have chosen others.
     """
 
     config: ModelConfig
@@ -64,6 +68,7 @@ class Planned:
     weights: str | None
     weight_bytes: Mapping[str, int]
     division: Division | None
+    asked: ModelFacts
 
     @property
     def ranks(self) -> Ranks:
@@ -77,27 +82,34 @@ class Planned:
     @property
     def readable(self) -> int | None:
         """The most tokens that the method can read of the model; None: any number."""
-        return self.method.limit(self.reach, self.config.sliding_window)
+        return self._readable(self.rope)
 
     @property
     def reach(self) -> int:
         """The number of positions that the model can be trusted on: the window, stretched by RoPE scaling."""
         return self.rope.reach(self.window)
 
+    def _readable(self, rope: RopeConfig) -> int | None:
+        limit = self.method.limit(rope.reach(self.window), self.config.sliding_window)
+        return None if limit is None or limit >= MOST else limit
+
     def choice(self, n_tokens: int | None) -> Choice:
         """Return what the method `auto` is for a text of `n_tokens` (None: of any length) and this model."""
-        return choice_for(None if n_tokens is None else count(n_tokens, "n_tokens", least=0), self.reach)
+        return choice_for(None if n_tokens is None else count(n_tokens, "n_tokens", least=0), self.asked)
 
     def limits(self) -> Mapping[str, int | None]:
         """Return how many tokens each registered method, with default knobs, reads whole of this model; None: any."""
-        return _limits(self.config, self.reach, self.rope)
+        return _limits(self.config, self.window, self.reach, self.rope)
 
-    def beyond(self, n_tokens: int, remedy: str = REMEDY) -> str | None:
+    def beyond(self, n_tokens: int, remedy: str = REMEDY, rope: Rope | None = None) -> str | None:
         """Return a one-line warning if a text of `n_tokens` is longer than the method can read, else None.
 
-        `remedy` says how the reader of the line takes another method: a format for the `Choice` and `n_tokens`.
+        `remedy` says how the reader of the line takes another method: a format for the `Choice` and `n_tokens`. `rope`
+        is that of the text's context, if any: the factor "auto" reaches the length that was announced.
         """
-        limit, n_tokens = self.readable, count(n_tokens, "n_tokens", least=0)
+        limit = self._readable(self.rope if rope is None else rope.config)
+        n_tokens = count(n_tokens, "n_tokens", least=0)
+        remedy = REANNOUNCE if self.rope.factor == "auto" else remedy
         if limit is None or n_tokens <= limit:
             return None
         choice, limits = self.choice(n_tokens), self.limits().items()
@@ -108,9 +120,9 @@ class Planned:
             f"{remedy.format(choice, n_tokens)}; others that read it whole: {', '.join(others)}"
         )
 
-    def warn(self, n_tokens: int) -> str | None:
+    def warn(self, n_tokens: int, rope: Rope | None = None) -> str | None:
         """Issue what `beyond` returns, if anything, as a `WindowWarning` at the user's code that called lce."""
-        if (line := self.beyond(n_tokens)) is not None:
+        if (line := self.beyond(n_tokens, rope=rope)) is not None:
             frame, level = sys._getframe(), 1
             while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
                 frame, level = frame.f_back, level + 1
@@ -119,14 +131,15 @@ class Planned:
 
 
 @functools.cache
-def _limits(config: ModelConfig, window: int, rope: RopeConfig) -> Mapping[str, int | None]:
+def _limits(config: ModelConfig, window: int, reach: int, rope: RopeConfig) -> Mapping[str, int | None]:
     found, facts = dict[str, int | None](), ModelFacts(Source(Path()), config, window, rope, plan_only=True)
     for name in registry.available():
         try:
             method = registry.make(name)
             if not method.promised("analysis"):
                 method = method.for_model(facts).resolve(window)
-                found[name] = window if skips(method, 2 * window) else method.limit(window, config.sliding_window)
+                most = window if skips(method, 2 * window) else method.limit(reach, config.sliding_window)
+                found[name] = None if most is None or most >= MOST else most
         except LceError:  # a plug-in whose method needs knobs or cannot be imported
             continue
     return found
@@ -155,7 +168,7 @@ class Setup(Planned):
     driver: Driver
     eos_ids: frozenset[int]
     recorder: Recorder | None
-    again: "Callable[[str | Method, Setup], Setup]"
+    again: "Callable[[str | Method, Setup, int | None], Setup]"
     _end: _End = field(default_factory=_End)  # freed after the model, because it is the last attribute
 
     @property
@@ -221,14 +234,15 @@ class Setup(Planned):
 
     def rope_of(self, length: int, offset: int = 0) -> Rope:
         """Return the RoPE of a context that is announced to have `length` tokens in the end; see `Rope.positions`."""
-        return Rope(self.rope, self.config.head_dim, self.config.window, length, offset)
+        rope = self.rope.fitted(self.window, length) if self.rope.factor == "auto" else self.rope
+        return Rope(rope, self.config.head_dim, self.config.window, length, offset)
 
-    def using(self, method: str | Method) -> "Setup":
-        """Return a setup with another method, and this setup's weights and options.
+    def using(self, method: str | Method, length: int | None = None) -> "Setup":
+        """Return a setup with another method, and this setup's weights and options. `length` is that of `lce.load`.
 
         A `prefill_method` is not taken over. Raises `UsageError` for a method or a knob that cannot be used.
         """
-        return self.again(method, self)
+        return self.again(method, self, length)
 
     def observed(self, observer: Observer) -> "Setup":
         """Return a setup like this one with an observer, which sees what the method chooses in every layer.

@@ -4,6 +4,7 @@ Of several GPUs each has consecutive layers, so that hidden states move once fro
 on the first layer's GPU, the head on the last layer's. Several GPUs have more memory, but compute one after the other.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,15 +26,17 @@ from lce.methods.registry import AUTO, as_method, with_knobs
 from lce.methods.run import access_of
 from lce.methods.step import ModelFacts
 from lce.methods.wrapped import Handover
-from lce.models.config import LongRope, ModelConfig, RopeConfig
+from lce.models.config import Factor, LongRope, ModelConfig, RopeConfig
 from lce.models.layers import model_class, read_config
 from lce.models.ranks import ALONE, Ranks
+from lce.progress import notice
 from lce.sizes import count
 from lce.weights.checkpoint import Checkpoint
 from lce.weights.packed import Scheme, scheme_of
 from lce.weights.source import Source, source_of
 
 EXPECTED_DEVICES = "expected auto, cpu, cuda or cuda:N, or several GPUs: cuda:0,cuda:1 or cuda:all"
+_say_once = functools.lru_cache(64)(notice)
 Borders = tuple[tuple[int, torch.device], ...]  # (first layer, device) of each device except the first
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,17 +92,18 @@ def planner_of(made: Planned) -> Planner:
 def planned(given: Planning) -> Planned:
     """Compute an engine's sizes from config.json alone, or from a GGUF file's header; see `plan`."""
     source = source_of(given.model, metadata_only=True)
-    facts = facts_of(given, source, read_config(source), plan_only=True)
+    asked = facts_of(given, source, read_config(source), plan_only=True)
     method = with_knobs(given.method, given.method_options)
-    chosen = fitted(method, facts, count(given.tokens, "tokens"), given.prefill_method)
+    chosen, facts = fitted(method, asked, count(given.tokens, "tokens"), given.prefill_method)
     own = facts.config.published.get("quantization_config") or {}  # only quantised checkpoints have this section
     scheme = scheme_of(given.weights) or scheme_of(own.get("weights"))
     checkpoint = source.checkpoint if source.types_in_headers else None
-    return sizes_of(given, facts, chosen, devices_of(given.device), scheme, checkpoint)
+    return sizes_of(given, asked, facts, chosen, devices_of(given.device), scheme, checkpoint)
 
 
 def sizes_of(
     options: SizeOptions,
+    asked: ModelFacts,
     facts: ModelFacts,
     chosen: Method,
     devices: Sequence[torch.device],
@@ -146,32 +150,49 @@ def sizes_of(
         sliding_layers=config.sliding_layers,
     )
     own = scheme.name if scheme else None
-    return Planned(config, facts.window, facts.rope, chosen, layout, own, sizes, division)
+    return Planned(config, facts.window, facts.rope, chosen, layout, own, sizes, division, asked)
 
 
 def fitted(
     method: str | Method, model: ModelFacts, length: int | None = None, prefill_method: str | Method | None = None
-) -> Method:
-    """Return a method with every knob filled in for a model. Some knobs come from files in the model's folder.
+) -> tuple[Method, ModelFacts]:
+    """Return a method with every knob filled in for a model, and the model with the window and RoPE scaling to use.
 
     "auto" chooses for texts of at most `length` tokens; None: any number. `prefill_method` is that of `load`.
     """
-    made = automatic(model, length) if isinstance(method, str) and method == AUTO else as_method(method)
+    method, model = automatic(model, length) if isinstance(method, str) and method == AUTO else (method, model)
+    model = _stretched(model, length) if model.rope.factor == "auto" else model
+    made = as_method(method)
     made = made if prefill_method is None else Handover(made, as_method(prefill_method))
-    return made.for_model(model).resolve(model.window)
+    return made.for_model(model).resolve(model.window), model
+
+
+def _stretched(model: ModelFacts, length: int | None) -> ModelFacts:
+    """Return a model of which the factor "auto" of RoPE scaling is a number, if a length is known, and say so."""
+    rope, window = model.rope, f"a window of {model.rope.original_window or model.window:,}"
+    if length is None:
+        line = f"rope {rope.kind}: each context has the factor that its announced length needs, for {window}"
+    else:
+        rope = rope.fitted(model.window, length)
+        scaled = f"factor {rope.factor:.4g}" if rope.factor != 1 else "not scaled"
+        line = f"rope {model.rope.kind}: {scaled}, for up to {length:,} tokens and {window}"
+    if not model.plan_only:
+        _say_once(line)
+    return replace(model, rope=rope)
 
 
 def resolved(model: str | Path, method: str | Method, **options: Any) -> Method:
     """Return the method, with all knobs, of the engine that `load` makes. Raises `load`'s errors; loads no weights."""
     source = source_of(model)
-    return fitted(method, facts_of(SizeOptions(**options), source, read_config(source)))
+    return fitted(method, facts_of(SizeOptions(**options), source, read_config(source)))[0]
 
 
 def facts_of(options: SizeOptions, source: Source, config: ModelConfig, *, plan_only: bool = False) -> ModelFacts:
     """Return what a method may know of a model: the window and the RoPE scaling are the user's, if given."""
-    given = (options.rope, options.rope_factor) != (None, None)
-    rope = scaled(config.rope, options.rope, options.rope_factor) if given else config.rope
-    return ModelFacts(source, config, cast("int | None", options.window) or config.window, rope, plan_only=plan_only)
+    window, factor = cast("int | None", options.window), cast("Factor | None", options.rope_factor)
+    named = frozenset({"window"} if window else ()) | ({"rope"} if options.rope or factor else set())
+    rope = scaled(config.rope, options.rope, factor) if "rope" in named else config.rope
+    return ModelFacts(source, config, window or config.window, rope, plan_only, named)
 
 
 def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
@@ -185,15 +206,15 @@ def dtype_of(name: object, own: Callable[[], torch.dtype]) -> torch.dtype:
     return DTYPES[name]
 
 
-def scaled(rope: RopeConfig, kind: str | None, factor: float | None) -> RopeConfig:
-    """Return the checkpoint's RoPE config, with the scaling changed by the user's `kind` and `factor`."""
+def scaled(rope: RopeConfig, kind: str | None, factor: Factor | None) -> RopeConfig:
+    """Return the checkpoint's RoPE config with a user's `kind` and `factor`; of another kind, by default "auto"."""
     if factor is not None and (kind or rope.kind) == "none":
-        raise UsageError(f"rope_factor={factor:g} has no scaling to belong to; add rope=, for example rope='linear'")
+        text = factor if isinstance(factor, str) else f"{factor:g}"
+        raise UsageError(f"rope_factor={text} has no scaling to belong to; add rope=, for example rope='linear'")
     if isinstance(rope, LongRope):
         raise UsageError("the model's RoPE has divisors of its own, LongRoPE; leave rope and rope_factor out")
-    if kind not in (None, "none", rope.kind) and factor is None:
-        raise UsageError(f"rope={kind!r} needs a rope_factor, for example 4")
-    return replace(rope, kind=kind or rope.kind, factor=factor if factor is not None else rope.factor)
+    usual = rope.factor if kind in (None, "none", rope.kind) else "auto"
+    return replace(rope, kind=kind or rope.kind, factor=usual if factor is None else factor)
 
 
 def devices_of(name: object) -> tuple[torch.device, ...]:

@@ -1,62 +1,85 @@
-"""The method `auto`, and all advice on methods: a table of those that were measured best, by a text's length."""
+"""The method `auto`, and all advice on methods: what was measured best for a text's length, on this model or another.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+Within the window it is `full`. Beyond it, it is what `lce recommend` found on this model in texts about as long, if it
+was asked; else the choice for the length in the table of the nearest measured model.
+"""
 
-from lce.methods import registry
+import math
+from contextlib import suppress
+from dataclasses import replace
+
+from lce.errors import LceError
 from lce.methods.base import Method
-from lce.methods.knobs import spelled
-from lce.methods.registry import AUTO
+from lce.methods.choices import CANDIDATES, Choice, table_for
+from lce.methods.measured import Measurement, chosen, measurements
 from lce.methods.step import ModelFacts
 from lce.progress import notice
 
-
-@dataclass(frozen=True)
-class Choice:
-    """A method with its knobs, for texts of at most `windows` times the model's window (None: any), and the reason."""
-
-    method: str
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    windows: float | None = field(default=None, compare=False)
-    reason: str = field(default="", compare=False)
-
-    @property
-    def spelled(self) -> str:
-        """The method and its knobs, as a command line has them."""
-        return " ".join((self.method, *(f"-o {key}={spelled(value)}" for key, value in self.knobs.items())))
-
-    def make(self) -> Method:
-        return registry.make(self.method, self.knobs)
-
-    def line(self, length: int | None, window: int) -> str:
-        """Return what is printed where `auto` stands for this choice, for texts of `length` tokens."""
-        texts = "texts of any length" if length is None else f"up to {length:,} tokens, prompt and answer together,"
-        return f"method {AUTO} is {self.spelled} for {texts} with a window of {window:,}: {self.reason}"
+NEAR = math.log(1.5)  # a measurement recommends for texts at most 1.5 times as long, or as short
 
 
-# What SmolLM2-135M found of facts in essays: docs/findings.md. `lce recommend` measures the same on another model.
-CHOICES = (
-    Choice("full", windows=1, reason="within the window it is exact"),
-    Choice("rerope", windows=1.5, reason="SmolLM2-135M found most facts in 1.5 windows with it"),
-    Choice("self_extend", windows=6, reason="SmolLM2-135M found most facts in two and three windows with it"),
-    Choice("pages", reason="a token reads no more however long the text is; what it finds there was not measured"),
-)
-# What `lce recommend` asks, in this order: those that read a text fastest first, and of these those that find most.
-CANDIDATES = tuple(map(Choice, ("rerope", "self_extend", "dca", "pages", "longheads")))
-
-
-def choice_for(length: int | None, window: int) -> Choice:
-    """Return the choice for texts of `length` tokens (None: any), and a model trusted on `window` positions.
+def choice_for(length: int | None, model: ModelFacts) -> Choice:
+    """Return the choice for texts of `length` tokens (None: any), and a model with the window and scaling in `model`.
 
     Whatever advises a method asks this function: `auto`, plans, warnings, refusals and `lce recommend`.
     """
-    return next(x for x in CHOICES if x.windows is None or (length is not None and length <= x.windows * window))
+    reach, table = _reach(model, length), (x for x in table_for(model.config) if may_take(x, model))
+    usual = next(x for x in table if x.windows is None or (length is not None and length <= x.windows * reach))
+    usual, some = usual.at(model.window), list[Measurement]()
+    if length is None or length <= reach or "rope" in model.named or not model.source.has_weights:
+        return usual
+    with suppress(LceError):
+        kept = measurements(lambda: model.source.checkpoint.fingerprint())
+        some = [each for each in kept if each.window == model.window]
+    nearest = min(some, key=lambda each: abs(math.log(each.length / length)), default=None)
+    return usual if nearest is None else _by(nearest, usual, length, model)
 
 
-def automatic(model: ModelFacts, length: int | None) -> Method:
-    """Return the method that `auto` stands for. If the model will be run, print it on stderr with the reason."""
-    choice = choice_for(length, window := model.rope.reach(model.window))
+def _by(measured: Measurement, usual: Choice, length: int, model: ModelFacts) -> Choice:
+    """Return what a measurement recommends instead of `usual`, if its texts were about as long, or `usual` is worse."""
+    trials = [x for x in measured.trials if may_take(x.choice, model) and reads_whole(x.choice, length, model)]
+    best, is_near = chosen(trials, usual), abs(math.log(measured.length / length)) <= NEAR
+    values = {each.choice.spelled: each.values for each in trials}
+    if best.spelled not in values or (not is_near and (best == usual or usual.spelled not in values)):
+        return usual
+    found = f"{sum(values[best.spelled]):.3g} of {len(values[best.spelled])} facts in {measured.length:,} tokens"
+    return replace(best, reason=f"measured on this model on {measured.day}, where it found {found}")
+
+
+def _reach(model: ModelFacts, length: int | None) -> int:
+    return model.rope.fitted(model.window, length or 0).reach(model.window)
+
+
+def candidates(model: ModelFacts) -> list[Choice]:
+    """Return what `lce recommend` asks of a model, without choices that change what the user named."""
+    return [each.at(model.window) for each in CANDIDATES if may_take(each, model)]
+
+
+def may_take(choice: Choice, model: ModelFacts) -> bool:
+    """Return whether a choice leaves what the user named, and a checkpoint's own RoPE scaling of another kind."""
+    changed = {"rope": choice.rope, "window": choice.window or choice.share}
+    own = model.config.rope.kind
+    return not any(changed[name] for name in model.named) and (choice.rope is None or own in ("none", choice.rope))
+
+
+def reads_whole(choice: Choice, length: int, model: ModelFacts) -> bool:
+    """Return whether a choice reads texts of `length` tokens whole."""
+    window = choice.window or model.window
+    try:
+        made = choice.make().resolve(window)
+    except LceError:  # the window is too small for the method
+        return False
+    limit = made.limit(length if choice.rope else model.rope.reach(window), model.config.sliding_window)
+    return limit is None or length <= limit
+
+
+def automatic(model: ModelFacts, length: int | None) -> tuple[Method, ModelFacts]:
+    """Return the method that `auto` stands for, and the model with the window and RoPE scaling that go with it.
+
+    If the model will be run, print the choice on stderr with the reason.
+    """
+    choice = choice_for(length, model)
     if not model.plan_only:
-        notice(choice.line(length, window))
-    return choice.make()
+        notice(choice.line(length, _reach(model, length)))
+    rope = model.rope if choice.rope is None else replace(model.rope, kind=choice.rope, factor="auto")
+    return choice.make(), replace(model, window=choice.window or model.window, rope=rope)

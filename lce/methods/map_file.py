@@ -137,7 +137,7 @@ def maps_for(reader: Any, label: str, far: int, model: ModelFacts, otherwise: st
         return {"compress": "pca", "maps": None}  # `pca` needs no maps; its low-dim keys have the same size
     if model.rope.follows_length:
         kind = model.rope.kind
-        ntk = "--rope ntk --rope-factor F, " if kind == "dynamic" else ""
+        ntk = "" if kind == "longrope" else f"--rope {'ntk' if kind == 'dynamic' else kind} --rope-factor F, "
         raise UsageError(
             f"{label}: under {kind} RoPE scaling queries rotate by the length of each text, and maps are "
             f"learned for one rotation; give {ntk}{otherwise}"

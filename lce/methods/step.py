@@ -137,7 +137,7 @@ class ModelFacts:
     """The facts about a model that a method sees when the model is loaded.
 
     `config` has the sizes and, as `published`, the fields of config.json. `source` has the files beside the weights.
-    `window` and `rope` are what the engine uses, with the user's options.
+    `window` and `rope` are what the engine uses, with the user's options; `named` has those options that a user gave.
     """
 
     source: Source
@@ -145,3 +145,4 @@ class ModelFacts:
     window: int
     rope: RopeConfig
     plan_only: bool = False  # whether the model is only planned and never run: files of learned maps may be missing
+    named: frozenset[str] = frozenset()

@@ -8,12 +8,14 @@ the family. A missing size is a ModelError, and so is every value that lce canno
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from lce.errors import ModelError, shown
+from lce.sizes import MOST
 
 ROPE_KINDS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
+Factor = float | Literal["auto"]  # "auto" follows the length that is announced for a context
 LAYER_TYPES = ("full_attention", "sliding_attention")
 SLIDING_KEYS = ("layer_types", "rope_parameters")  # what a family implements whose layers have `sliding_kinds`
 _SCALING_NUMBERS = {  # keys of the numbers that only one kind of RoPE scaling has
@@ -141,13 +143,14 @@ class Fields:
 class RopeConfig:
     """The base `theta` of the rotary position embedding, and the scaling that stretches the model's window.
 
-    `original_window` is the window before scaling; None means the model's window. The fields from `attention_factor` to
-    `truncate` belong to YaRN, the last two to Llama 3.1.
+    A `factor` of "auto" is the smallest that the length announced for a context needs: see `fitted`. `original_window`
+    is the window before scaling; None means the model's window. The fields from `attention_factor` to `truncate` belong
+    to YaRN, the last two to Llama 3.1.
     """
 
     kind: str = "none"
     theta: float = 10000.0
-    factor: float = 1.0
+    factor: Factor = 1.0
     original_window: int | None = None
     attention_factor: float | None = None
     beta_fast: float = 32.0
@@ -161,17 +164,29 @@ class RopeConfig:
     @property
     def follows_length(self) -> bool:
         """Whether the frequencies depend on the length that is announced for a context."""
-        return self.kind in ("dynamic", "longrope")
+        return self.kind in ("dynamic", "longrope") or self.factor == "auto"
+
+    def fitted(self, window: int, length: int) -> "RopeConfig":
+        """Return this scaling for texts of `length` tokens, where "auto" is `length` over `window`, and at least 1.
+
+        With that factor the base of `ntk` is the base of `dynamic` with a factor of 1, so `dynamic` becomes `ntk`.
+        Example: for a window of 8,192 and 20,480 tokens the factor is 2.5.
+        """
+        kind, factor = (
+            "ntk" if self.kind == "dynamic" else self.kind,
+            max(1.0, length / (self.original_window or window)),
+        )
+        return replace(self, kind=kind, factor=factor) if self.factor == "auto" else self
 
     def reach(self, window: int) -> int:
         """Return how many positions a model with this scaling can be trusted on.
 
-        As in vLLM, this is the factor times the window before scaling, but at least `window`. A config's llama3 scaling
-        promises nothing beyond `window`: Llama 3.2 was trained on 131,072 positions, and has a factor of 32 over 8,192.
+        As in vLLM, this is the factor times the window before scaling, but at least `window`; with "auto" any number. A
+        config's llama3 scaling promises nothing beyond: Llama 3.2, trained on 131,072, has a factor of 32 over 8,192.
         """
-        if self.kind == "llama3" and self.original_window:
+        if self.kind == "none" or (self.kind == "llama3" and self.original_window):
             return window
-        scaled = 0 if self.kind == "none" else int((self.original_window or window) * self.factor)
+        scaled = MOST if self.factor == "auto" else int((self.original_window or window) * self.factor + 1e-6)
         return max(window, scaled)
 
 

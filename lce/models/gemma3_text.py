@@ -79,7 +79,7 @@ class Gemma3Text(Llama):
         biases = ("q", "k", "v", "o") if fields.flag("attention_bias") else ()
         rope = config.rope
         if rope.kind == "linear":  # the window that a config announces is the scaled one
-            rope = replace(rope, original_window=max(1, int(config.window / rope.factor)))
+            rope = replace(rope, original_window=max(1, int(config.window / float(rope.factor))))
         return replace(config, biases=biases, rope=rope, layer_kinds=kinds, extra=extra)
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any]) -> None:

@@ -19,8 +19,9 @@ NO_ROTATION = RopeConfig("linear", factor=math.inf)  # all frequencies are 0, an
 class Rope:
     """RoPE's frequencies for one context, and the factor by which YaRN multiplies rotated vectors.
 
-    Scalings that follow the length depend on `length`, the context's final length. A user announces `length` when the
-    context starts. `length` never changes, because cached keys are rotated with frequencies that depend on `length`.
+    The scaling's factor is a number: see `RopeConfig.fitted`. Scalings that follow the length depend on `length`, the
+    context's final length. A user announces `length` when the context starts. `length` never changes, because cached
+    keys are rotated with frequencies that depend on `length`.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, window: int, length: int = 0, offset: int = 0) -> None:
@@ -71,13 +72,16 @@ def _scaled(config: RopeConfig, base: Tensor, powers: Tensor, head_dim: int, tra
         divisors = torch.tensor(config.long_factor if length > trained else config.short_factor, dtype=torch.float64)
         powers = -torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
         return torch.cat((config.theta**powers / divisors, divisors.new_zeros((head_dim - config.rotary_dim) // 2)))
+    factor = float(config.factor)
+    if factor == 1 and config.kind != "dynamic":
+        return base
     match config.kind:
         case "linear":  # position interpolation (Chen et al., 2023): positions divided by the factor
-            return base / config.factor
+            return base / factor
         case "ntk":
-            return _ntk_theta(config.theta, config.factor, head_dim) ** powers
+            return _ntk_theta(config.theta, factor, head_dim) ** powers
         case "dynamic":  # dynamic NTK: the base follows the announced length once it passes the trained window
-            stretch = config.factor * max(length, trained) / trained - (config.factor - 1)
+            stretch = factor * max(length, trained) / trained - (factor - 1)
             return _ntk_theta(config.theta, stretch, head_dim) ** powers
         case "yarn":
             kept = 1 - _yarn_ramp(config, head_dim, trained)
@@ -86,7 +90,7 @@ def _scaled(config: RopeConfig, base: Tensor, powers: Tensor, head_dim: int, tra
             turns = trained * base / (2 * math.pi)
             smooth = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
             kept = smooth.clamp(0, 1)
-    return base / config.factor * (1 - kept) + base * kept
+    return base / factor * (1 - kept) + base * kept
 
 
 def _ntk_theta(theta: float, factor: float, head_dim: int) -> float:
@@ -109,9 +113,10 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, trained: int) -> Tensor:
 
 def _scale(config: RopeConfig) -> float:
     """Return the factor by which YaRN and LongRoPE multiply rotated queries and keys."""
+    factor = float(config.factor)
 
     def mscale(weight: float) -> float:
-        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if config.attention_factor is not None:
         return config.attention_factor

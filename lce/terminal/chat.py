@@ -19,6 +19,7 @@ from lce.terminal.output import Output, generation_line, tell
 from lce.terminal.reading import decoded, read_chat, read_text
 
 if TYPE_CHECKING:
+    from lce.methods.choices import Choice
     from lce.tokenizer.tokenizer import Tokenizer
 
 QUOTES = '"""'
@@ -43,7 +44,7 @@ class ChatLoop:
     output: Output
     answering: dict[str, Any]  # options of `Conversation.stream`
     chooses: bool = False  # whether each message chooses the method, by the length of the conversation
-    chosen: Any = None  # the `Choice` of the last message
+    chosen: "Choice | None" = None  # that of the last message
     files: list[str] = field(default_factory=list)  # the texts of files that go before the next message
     terminal: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
 
@@ -153,12 +154,15 @@ class ChatLoop:
         talk, tokenizer = self.conversation, self.conversation.setup.tokenizer
         chat = tokenizer.render_chat([*talk.messages, {"role": "user", "content": message}])
         n_tokens = len(tokenizer.encode_parts(chat)) + self.answering["max_tokens"]
-        choice = talk.setup.choice(n_tokens)
-        if choice != self.chosen:
+        choice, length = talk.setup.choice(n_tokens), n_tokens
+        if choice.rope is not None:  # a factor for some more turns, which need not read all anew
+            length += talk.setup.window // 4
+            choice = talk.setup.choice(length)
+        if self.chosen is None and choice.spelled == "full":
             notice(choice.line(n_tokens, talk.setup.reach))
-            if choice.method != talk.setup.method.name or choice.knobs:
-                talk.use(choice.make())
-            self.chosen = choice
+        elif choice != self.chosen or (choice.rope is not None and talk.setup.beyond(n_tokens)):
+            talk.use("auto", length)
+        self.chosen = choice
 
     def _note(self, text: str) -> None:
         if self.terminal or not self.output.quiet:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lce.engine.setup import Planned
     from lce.methods.costs import PaperFigure
     from lce.methods.knobs import KnobFacts
-    from lce.models.config import LayerKind
+    from lce.models.config import Factor, LayerKind
 
 COUNTED = {  # the fields of `OperationCount`, with their names in the table
     "projections": "projections around attention",
@@ -170,6 +170,7 @@ def model_lines(model: ModelInfo) -> list[str]:
 
 def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]:
     """Return a context file as text: its properties, and, if `ends` are given, the beginning and end of its text."""
+    is_fitted = context.rope_factor == "auto"
     working = f"under work: {context.cached:,} tokens are read; prefill again to go on"
     rows = {
         "context": named(context.path),
@@ -177,7 +178,7 @@ def context_lines(context: ContextInfo, ends: Sequence[str] | None) -> list[str]
         "tokens": f"{context.tokens:,}",
         "method": f"{_word(context.method)} {_pairs(context.knobs)}".strip(),
         "window": f"{context.window:,} tokens",
-        "rope": _rope(_word(context.rope), context.rope_factor),
+        "rope": _rope(_word(context.rope), context.rope_factor, f" for {context.announced:,} tokens" * is_fitted),
         "dtype": _word(context.dtype),
         "kv dtype": _word(context.kv_dtype),
         "model": _word(context.model),
@@ -200,8 +201,9 @@ def _word(text: str) -> str:
     return shown(text)[1:-1]
 
 
-def _rope(kind: str, factor: float, more: str = "") -> str:
-    return f"{kind}{'' if kind == 'none' else f', factor {factor:g}'}{more}"
+def _rope(kind: str, factor: Factor, more: str = "") -> str:
+    text = factor if isinstance(factor, str) else f"{factor:g}"
+    return f"{kind}{'' if kind == 'none' else f', factor {text}'}{more}"
 
 
 def _kinds(kinds: Sequence[LayerKind]) -> str:

@@ -149,14 +149,15 @@ class Opening:
         """Return an engine, and the context opened from the context file; without a file, an engine and None.
 
         With a file, the engine has the file's options but for those of the command line, which may not contradict it.
-        Without, the method is `full` by default, and `auto` chooses for the tokens of `text`, a prompt or messages, and
-        `more`, but at least for `least` tokens; without `text` it is `full` until a chat chooses.
+        Without, the method is `full` by default. `auto`, as a method or a factor, is for the tokens of `text`, a prompt
+        or messages, and `more`, but at least for `least` tokens; without `text` the method is `full` for now.
         """
         if self.context_file is not None:
             return self._opened(self.context_file)
         is_later = text is None and self.is_chosen_later
         name, length = "full" if is_later or self.method is None else self.method, None
-        if text is not None and name == lce.methods.registry.AUTO:
+        stretches = self.loading.get("rope") and self.loading.get("rope_factor") in (None, "auto")
+        if text is not None and (name == lce.methods.registry.AUTO or stretches):
             length = max(least, n_tokens_of(self.model, text) + more)
         how: Any = {"length": length, **named_methods(name, self.knobs, self.prefill_method), **self.loading}
         return lce.load(self.model, **how), None
@@ -229,7 +230,7 @@ def continued(context: "lce.ContextInfo", loading: Mapping[str, Any]) -> dict[st
     """Return `loading`, options of `lce.load`, with missing options taken from a context file."""
     own: dict[str, Any] = {"window": context.window, "dtype": context.dtype, "weights": context.weights or "auto"}
     own["kv_dtype"] = context.kv_dtype if context.kv_dtype in ("int8", "int8-device") else "auto"
-    if loading.get("rope") is None and loading.get("rope_factor") is None:
+    if loading.get("rope") in (None, context.rope) and loading.get("rope_factor") is None:
         own |= {"rope": context.rope, "rope_factor": None if context.rope == "none" else context.rope_factor}
     return {**loading, **{name: value for name, value in own.items() if loading.get(name) in (None, "auto")}}
 

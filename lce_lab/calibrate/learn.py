@@ -128,7 +128,8 @@ class Calibrator:
         engine = self.engine = Engine(engine.setup.using(method))
         if engine.setup.rope.follows_length:
             kind, other = engine.setup.rope.kind, "ask with -o compress=pca, without maps"
-            remedy = "give --rope ntk --rope-factor F" if kind == "dynamic" else other
+            fixed = f"give --rope {'ntk' if kind == 'dynamic' else kind} --rope-factor F"
+            remedy = other if kind == "longrope" else fixed
             why = f"under {kind} RoPE scaling queries rotate by the length of each text"
             raise UsageError(f"{why}, and maps are learned for one rotation; {remedy}")
         ids = engine.tokenizer.encode(text, bos=False)[: options.tokens]

@@ -20,7 +20,8 @@ from typing import Any
 import lce
 from lce.errors import UsageError, shown
 from lce.methods import Method
-from lce.methods.auto import CANDIDATES, Choice
+from lce.methods.auto import candidates, reads_whole
+from lce.methods.choices import Choice
 from lce_lab.analysis.oracle import cheating, selects
 from lce_lab.eval.why import budget_of
 
@@ -106,8 +107,9 @@ def check(
     ids = asked.ids(plain, asked.text)
     length = len(ids) + asked.max_tokens
     name = method.get("method", "full")
-    made = plain.setup.choice(length).make() if name == "auto" else name
-    engine = lce.load(model, **{**method, "method": made}, sharing=plain, **loading)
+    usual = plain.setup.choice(length)
+    own = {"method": usual.make(), **usual.loading} if name == "auto" else {}
+    engine = lce.load(model, sharing=plain, **{**method, **loading, **own})
     tell(f"{engine.method.label} reads {len(ids):,} tokens, then full attention some of them within the window")
     n_asked = min(len(asked.ids(engine, "")), len(ids) - 1)
     answers = dict[str, str]()
@@ -128,8 +130,8 @@ def check(
             return found("model", f"{why}, so the method is not the cause", *more)
         if engine.setup.beyond(length) is not None:
             why = f"{length:,} tokens are beyond the {engine.setup.readable:,} that the method reads of this model"
-            return found("beyond", why, f"--method {engine.setup.choice(length).spelled}")
-        others = [f"--method {each.spelled}" for each in _others(engine, length)]
+            return found("beyond", why, f"--method {usual.spelled}")
+        others = [f"--method {each.spelled}" for each in _others(engine, plain, length)]
         if selects(engine.method):
             answers["chosen by true attention"] = said = _say(_seeing(engine), ids[-n_asked:], context, asked)
             if asked.is_answered(said):
@@ -157,9 +159,10 @@ def _wider(method: Method) -> tuple[str, ...]:
     return () if knob is None else (f"-o {knob}={2 * lce.methods.settings(method)[knob]}",)
 
 
-def _others(engine: lce.Engine, length: int) -> list[Choice]:
+def _others(engine: lce.Engine, plain: lce.Engine, length: int) -> list[Choice]:
     """Return other methods that read so long a text whole: first what `auto` takes, then those that attend all keys."""
-    usual, limits = engine.setup.choice(length), engine.setup.limits()
-    reads = (each for each in CANDIDATES if (most := limits.get(each.method, 0)) is None or most >= length)
-    every = (each for each in reads if each != usual and not selects(each.make()))
-    return [each for each in (usual, *every) if each.method != engine.method.name][:3]
+    setup, usual = plain.setup, plain.setup.choice(length)
+    every = (each for each in candidates(setup.asked) if each != usual and not selects(each.make()))
+    reads = (each for each in (usual, *every) if reads_whole(each, length, setup.asked))
+    own = engine.method.name, engine.setup.rope.kind, engine.window
+    return [x for x in reads if (x.method, x.rope or setup.rope.kind, x.window or plain.window) != own][:3]

@@ -164,4 +164,4 @@ def fitted(sample: dict[str, Any]) -> dict[str, Any]:
     factor, window = re.search(FACTOR, rope := str(sample.get("rope"))), engine_parts(sample)[1].get("window")
     if factor is None or window is None or round(float(factor[1]) * int(window)) != sample.get("length"):
         return sample
-    return {**sample, "rope": rope.replace(factor[0], "factor=fitted")}
+    return {**sample, "rope": rope.replace(factor[0], "factor='auto'")}

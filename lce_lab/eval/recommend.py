@@ -7,14 +7,16 @@ after every block that is read and after every answer, so that the end does not 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import lce
-from lce.methods.auto import CANDIDATES, Choice
+from lce.methods.auto import candidates
+from lce.methods.choices import Choice
+from lce.methods.measured import Measurement, Trial, alike, chosen
 from lce_lab.eval.record import Answer
 from lce_lab.eval.running import Asking, Shard
 from lce_lab.eval.scores import Score, mean_of
@@ -26,25 +28,18 @@ FEW, SAMPLE = 16, 256  # the tokens that are read first, at most
 CEILINGS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # lengths of the ceiling's texts, in windows, the first that is short enough
 SHARE = 1 / 8  # of the time for the ceiling's first text: the rest is for the methods
 LENGTHS = (1.5, 1.375, 1.25, 1.125)  # lengths of the methods' texts, in windows, the first that there is time for
-DOUBT = 0.05  # two methods are told apart if equal ones would differ as much with a smaller probability
 FULL = Choice("full")
 
 Advance = Callable[[int, int], None]  # called with the seconds spent and all seconds
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Trial):
     """What a method found in texts of `length` tokens. `seconds` is the mean time of a text and its questions."""
 
-    choice: Choice
     length: int
     score: Score
     seconds: float
-    values: Sequence[float]  # the score of each question
-
-    @property
-    def read_bytes(self) -> float:
-        return self.score.read_bytes or 0.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,8 @@ class Recommendation:
     `ceiling` is the result of `full` within the window. `probes` has a result for each method that was asked, the best
     first; among equals, the method that reads fewest bytes per token. There was no time to ask the methods `left`, of
     which a text takes about `needed` seconds. Without time for any method, there is no ceiling either. `usual` is what
-    the method `auto` is for texts of this length.
+    the method `auto` is for texts of this length. Of the lengths that could be asked, there was time for those in
+    `affords`. `window` is the model's, `fingerprint` that of its weights; None if a user named a RoPE scaling.
     """
 
     length: int
@@ -63,11 +59,14 @@ class Recommendation:
     probes: Sequence[Probe]
     left: Sequence[Choice]
     needed: float = 0.0
+    affords: Sequence[int] = ()
+    window: int = 0
+    fingerprint: str | None = None
 
     @property
     def alike(self) -> Sequence[Probe]:
         """The best method, and all methods whose scores do not differ from its scores by more than chance."""
-        return [each for each in self.probes if not told_apart(self.probes[0].values, each.values)]
+        return alike(self.probes)
 
     @property
     def chosen(self) -> Choice:
@@ -75,17 +74,13 @@ class Recommendation:
 
         Then it is the one of the methods in `alike` that reads the fewest bytes a token.
         """
-        alike = {each.choice.spelled: each for each in self.alike}
-        if not alike or self.usual.spelled in alike:
-            return self.usual
-        return min(alike.values(), key=lambda each: each.read_bytes).choice
+        return chosen(self.probes, self.usual)
 
-
-def told_apart(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether two methods' scores of the same questions differ by more than chance, by a sign test."""
-    better = sum(x > y for x, y in zip(some, others, strict=True))
-    n = sum(x != y for x, y in zip(some, others, strict=True))
-    return 2 * sum(math.comb(n, k) for k in range(min(better, n - better) + 1)) < DOUBT * 2.0**n
+    def measurement(self, settings: Mapping[str, Any]) -> Measurement:
+        """Return what `lce.methods.measured.keep` keeps."""
+        day = datetime.now(UTC).date().isoformat()
+        trials = [Trial(each.choice, each.values, each.read_bytes) for each in self.probes]
+        return Measurement(self.length, self.window, day, {**settings, "lce": lce.__version__}, trials)
 
 
 class _Late(Exception):
@@ -124,7 +119,8 @@ class _Turns:
         """Return the result of the first `n_texts` texts."""
         answers = [answer for some in self.answers[:n_texts] for answer in some]
         values = [answer.value for answer in answers]
-        return Probe(self.choice, length, Score.of(answers), mean_of(self.times[:n_texts]) or 0.0, values)
+        score, seconds = Score.of(answers), mean_of(self.times[:n_texts]) or 0.0
+        return Probe(self.choice, values, score.read_bytes or 0.0, length, score, seconds)
 
 
 @dataclass
@@ -179,11 +175,11 @@ def recommend(
     model: str,
     *,
     length: int | None = None,
-    seconds: float = 120.0,
+    seconds: float = 300.0,
     task: str = "several_facts",
     filler: str = "noise",
     seed: int = 0,
-    candidates: Sequence[Choice] = CANDIDATES,
+    some: Sequence[Choice] | None = None,
     progress: Advance | None = None,
     tell: Callable[[str], None] = lambda line: None,
     **loading: Any,
@@ -192,20 +188,25 @@ def recommend(
 
     `length` is by default what the time affords for a text of each method, by the speed of the ceiling: see `LENGTHS`.
     `task` is one of `lce eval tasks`, up to eight questions a text, and `filler` as in `MadeSuite`: `noise`, since its
-    words are in no fact. Each method reads one text, first the one that `auto` is. While there is time, every method
-    reads another text. A turn that would end too late is not begun, and one that is late is dropped. `tell` is called
-    with lines that say what is done. `loading` are options of `lce.load`. Raises what `lce.load` and `MadeSuite` raise.
+    words are in no fact. `some` are the choices to ask, by default those of `lce.methods.auto.candidates`. Each method
+    reads one text, first the one that `auto` is. While there is time, every method reads another text. A turn that
+    would end too late is not begun, and one that is late is dropped. `tell` is called with lines that say what is done.
+    `loading` are options of `lce.load`. Raises what `lce.load` and `MadeSuite` raise.
     """
     clock, suite = _Clock(seconds, progress), MadeSuite(samples=DOCUMENTS, questions=8, seed=seed, filler=filler)
     (asked,) = make_tasks([task])
     engine = lce.load(model, **loading)
-    load = lambda choice: lce.load(model, choice.make(), sharing=engine, **loading)  # noqa: E731
+
+    def load(choice: Choice) -> lce.Engine:
+        return lce.load(model, choice.make(), sharing=engine, **{**loading, **choice.loading})
+
     ask, sizes = _Questions(suite, asked, clock, load), [int(each * engine.window) for each in LENGTHS]
     if length:
         ask.made[length], sizes = suite.make(engine, asked, length), [length]
     usual, full = engine.setup.choice(sizes[-1]), _Turns(FULL, engine)
-    others = [*map(_Turns, (usual, *(each for each in candidates if each != usual)))]
-    length, within, needed = sizes[-1], int(CEILINGS[0] * engine.window), 0.0
+    asks = candidates(engine.setup.asked) if some is None else some
+    others = [*map(_Turns, (usual, *(each for each in asks if each != usual)))]
+    length, within, needed, affords = sizes[-1], int(CEILINGS[0] * engine.window), 0.0, list[int]()
     try:
         pace = speed(engine, clock)
         within = _within(ask, engine, pace)
@@ -213,10 +214,13 @@ def recommend(
         tell(f"full attention reads {within:,} tokens first, in about {pace * work(engine, within):,.0f} s")
         if needed + pace * work(engine, within) <= clock.left and ask.ask(full, 0, within):
             pace = full.times[0] / work(engine, within)
-            fits = (size for size in sizes if len(others) * pace * work(engine, size) <= clock.left)
-            length = next(fits, length)
+            affords = [size for size in sizes if len(others) * pace * work(engine, size) <= clock.left]
+            length = next(iter(affords), length)
             needed = pace * work(engine, length)
             tell(f"{len(others)} methods take turns, in texts of {length:,} tokens, about {needed:,.0f} s each")
+            if len(sizes) > 1:
+                fit, every = (", ".join(f"{size:,}" for size in each) for each in (affords, sizes))
+                tell(f"of {every} tokens, the time is enough for every method at {fit or 'none'}")
             _take_turns(ask, full, within, others, length, needed)
     except _Late:
         pass
@@ -226,7 +230,8 @@ def recommend(
     ceiling = full.probe(within, len(full.times)) if full.times else None
     left = [each.choice for each in others if not each.times]
     needed = max([needed, *(each.times[0] for each in others if each.times)])
-    return Recommendation(length, usual, ceiling, best_first, left, needed)
+    own = None if "rope" in engine.setup.asked.named else engine.setup.fingerprint
+    return Recommendation(length, usual, ceiling, best_first, left, needed, affords, engine.window, own)
 
 
 def _within(ask: _Questions, engine: lce.Engine, pace: float) -> int:

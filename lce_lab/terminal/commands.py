@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import argument
 
-from lce.errors import WindowWarning
+from lce.errors import CapacityError, WindowWarning
+from lce.files import named
 from lce.sizes import size_text
 from lce.terminal import options
 from lce.terminal.options import flag
@@ -25,7 +26,7 @@ from lce_lab.terminal.bench import show_bench
 from lce_lab.terminal.options import method_options, methods_options, named_options
 
 if TYPE_CHECKING:
-    from lce.methods.auto import Choice
+    from lce.methods.choices import Choice
     from lce_lab.calibrate import Recall
     from lce_lab.eval.recommend import Probe, Recommendation
     from lce_lab.study.explain import Explanation
@@ -65,7 +66,7 @@ def bench(**what: Any) -> None:
 @click.command()
 @options.model_option
 @flag("--length TOKENS", "Of the texts.  [default: 1.125 to 1.5 windows, as the time allows]", type=options.COUNT)
-@flag("--seconds N", "Ask for about so long.", type=click.FloatRange(min=0), default=120.0)
+@flag("--seconds N", "Ask for about so long.", type=click.FloatRange(min=0), default=300.0)
 @flag("--task NAME", "One of `lce eval tasks`.", default="several_facts")
 @flag("--filler prose|noise|essays:DIR", "The text that facts are hidden in.", default="noise")
 @flag("--seed", "The same seed makes the same texts.", type=int, default=0)
@@ -74,10 +75,12 @@ def bench(**what: Any) -> None:
 def recommend(model: str, loading: dict[str, Any], output: Output, **how: Any) -> None:
     """Find the method for a model: which finds most facts in texts beyond the model's window.
 
-    Methods take turns, a text each, with eight questions. The first row is the ceiling: full attention, within half of
-    the window. A method whose turn would end too late is not asked, and says so. The last line names the method to
-    take: what --method auto takes for this length, unless the questions tell another one apart as better. Few questions
-    have wide intervals: give more --seconds. `lce eval run` measures any method on any task.
+    Methods take turns, a text each, with eight questions; some with RoPE scaling or three quarters of the window. The
+    first row is the ceiling: full attention, within half of the window. A method whose turn would end too late is not
+    asked, and says so. The last line names the method to take: what --method auto takes for this length, unless the
+    questions tell another one apart as better. The answer is kept in the user's cache, and --method auto takes it for
+    this model from then on. Few questions have wide intervals: give more --seconds. `lce eval run` measures any method
+    on any task.
     """
     about = f"{model} is asked for facts in texts beyond its window, by several methods"
     output.figures(f"lce: {about}, {how['seconds']:,.0f} s at most")
@@ -87,13 +90,20 @@ def recommend(model: str, loading: dict[str, Any], output: Output, **how: Any) -
     with output.noting(WindowWarning), output.bar("seconds of asking", "") as bar:
         found = ask(model, progress=bar, tell=lambda line: output.figures(f"lce: {line}"), **how, **loading)
     length, why = f"{found.length:,}", _why(found)
-    if found.ceiling is not None and (reason := fails(found.ceiling.score)):
+    reason = fails(found.ceiling.score) if found.ceiling else None
+    if found.ceiling and reason:
         note(f"{reason}, at {found.ceiling.length:,} tokens: what methods find says little; try another --task")
     if found.left:
         names, text = ", ".join(choice.spelled for choice in found.left), f"a text of {length} tokens takes "
         remedy = f"about {found.needed:,.0f} s; give more --seconds, or a smaller --window to compare methods in"
         note(f"there was no time for {names}: {text}{remedy}")
-    more = {"alike": [_named(each.choice) for each in found.alike], "not_asked": [*map(_named, found.left)]}
+    settings = {name: how[name] for name in ("task", "filler", "seed")} | {"dtype": loading["dtype"]}
+    kept = _kept(found, reason is None, settings)
+    more: dict[str, Any] = {
+        "alike": [_named(each.choice) for each in found.alike],
+        "not_asked": [*map(_named, found.left)],
+    }
+    more |= {"affords": [*found.affords], "kept": kept}
     probes = {"ceiling": found.ceiling and _probe(found.ceiling), "probes": [*map(_probe, found.probes)]}
     advice = {"length": found.length, "recommended": _named(found.chosen), "auto": _named(found.usual), "why": why}
     output.object({**probes, **more, **advice})
@@ -101,6 +111,22 @@ def recommend(model: str, loading: dict[str, Any], output: Output, **how: Any) -
     left = [(choice.spelled, length, "not asked", *[""] * (len(FOUND) - 3)) for choice in found.left]
     output.text(*(line.rstrip() for line in aligned([FOUND, *asked, *left])), *(ROWS if asked else []))
     output.text("", f"take --method {found.chosen.spelled}: {why}")
+    if kept is not None:
+        output.figures(f"lce: kept in {named(kept)}: --method auto takes it for this model and texts about as long")
+
+
+def _kept(found: Recommendation, is_telling: bool, settings: dict[str, Any]) -> str | None:
+    """Keep an answer for `auto`, and return the file; None if it tells little, or is for a user's own RoPE scaling."""
+    from lce.methods.measured import keep
+
+    if found.fingerprint is None or not found.probes or not is_telling:
+        return None
+    try:
+        path = keep(found.fingerprint, found.measurement(settings))
+    except CapacityError as error:
+        note(f"--method auto will not know this: {error}")
+        return None
+    return None if path is None else str(path)
 
 
 def _why(found: Recommendation) -> str:
@@ -119,7 +145,7 @@ def _why(found: Recommendation) -> str:
 
 
 def _named(choice: Choice) -> dict[str, Any]:
-    return {"method": choice.method, "knobs": dict(choice.knobs)}
+    return {"method": choice.method, "knobs": dict(choice.knobs), **choice.loading}
 
 
 def _probe(probe: Probe) -> dict[str, Any]:

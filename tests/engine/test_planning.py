@@ -155,8 +155,7 @@ def test_a_plan_says_what_the_method_can_read() -> None:
     stretched = lce.plan("demo", tokens="20k", rope="linear", rope_factor=64)
     assert (stretched.readable, stretched.warning) == (512 * 64, None)
     assert lce.plan("demo", "dca", tokens="20k").readable is None
-    with pytest.raises(lce.UsageError, match="needs a rope_factor"):
-        lce.plan("demo", tokens=1, rope="linear")
+    assert lce.plan("demo", tokens="20k", rope="linear").readable == 20480
 
 
 def test_a_context_may_grow_into_what_it_has(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

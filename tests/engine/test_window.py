@@ -9,7 +9,10 @@ import pytest
 import lce
 from lce.engine.setup import Planned
 from lce.methods import DualChunk, Full, LongHeads, Quest, ReRope, RopeConfig, SelfExtend, Streaming
+from lce.methods.step import ModelFacts
 from lce.models.config import ModelConfig
+from lce.sizes import MOST
+from lce.weights.source import Source
 from tests.checkpoints import tokens
 
 W = 64
@@ -18,7 +21,8 @@ W = 64
 def beyond(method: lce.Method, sliding: int | None, window: int, n_tokens: int) -> str | None:
     """What is said of a text that a method reads of a model."""
     config, unused = ModelConfig("Any", 300, 64, 96, 2, 4, 2, 16, W, sliding_window=sliding), cast("Any", None)
-    return Planned(config, window, RopeConfig(), method, unused, None, {}, None).beyond(n_tokens)
+    asked = ModelFacts(Source(Path()), config, window, RopeConfig())
+    return Planned(config, window, RopeConfig(), method, unused, None, {}, None, asked).beyond(n_tokens)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +38,8 @@ def beyond(method: lce.Method, sliding: int | None, window: int, n_tokens: int) 
         (32768, RopeConfig("yarn", factor=4.0, original_window=32768), 131072),  # Qwen2.5, as its card says
         (131072, RopeConfig("yarn", factor=32.0, original_window=4096), 131072),
         (4096, RopeConfig("yarn", factor=4.0), 16384),  # the user's
+        (4096, RopeConfig("yarn", factor="auto").fitted(4096, 10_007), 10_007),
+        (4096, RopeConfig("yarn", factor="auto"), MOST),
     ],
 )
 def test_a_scaling_stretches_the_window_that_was_trained(window: int, rope: RopeConfig, expected: int) -> None:

@@ -54,6 +54,33 @@ def test_frequencies_are_those_of_transformers(kind: str, values: Any, original:
         assert ours.scale == pytest.approx(scale, rel=1e-6)
 
 
+def test_the_factor_of_a_length() -> None:
+    """The smallest that reaches it; within the window nothing is scaled, to the last bit."""
+    for kind in ("linear", "ntk", "dynamic", "yarn", "llama3"):
+        auto = RopeConfig(kind, factor="auto")
+        assert auto.follows_length
+        assert auto.fitted(WINDOW, 10_007).factor == 10_007 / WINDOW
+        assert auto.fitted(WINDOW, 10_007).reach(WINDOW) == 10_007
+        assert auto.fitted(3000, 10_007).factor == 10_007 / 3000
+        assert not auto.fitted(WINDOW, 10_007).follows_length
+        within = Rope(auto.fitted(WINDOW, WINDOW), HEAD_DIM, WINDOW, WINDOW)
+        assert torch.equal(within.inv_freq, Rope(RopeConfig(), HEAD_DIM, WINDOW).inv_freq)
+        assert within.scale == 1
+    fixed = RopeConfig("yarn", factor=4.0)
+    assert fixed.fitted(WINDOW, 10_007) is fixed
+    original = RopeConfig("yarn", factor="auto", original_window=1024)
+    assert original.fitted(WINDOW, 10_240).factor == 10
+
+
+def test_dynamic_with_the_factor_of_a_length_is_that_of_transformers_with_a_factor_of_1() -> None:
+    for length in (10, WINDOW, 5 * WINDOW):
+        ours = Rope(RopeConfig("dynamic", factor="auto").fitted(WINDOW, length), HEAD_DIM, WINDOW, length).inv_freq
+        frequencies, _ = theirs("dynamic", 10000.0, {"factor": 1.0}, None, length)
+        torch.testing.assert_close(ours, frequencies, rtol=1e-5, atol=0)  # theirs are float32
+        one = Rope(RopeConfig("dynamic", factor=1.0), HEAD_DIM, WINDOW, length).inv_freq
+        torch.testing.assert_close(ours, one, rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("factor", [1.0, 2.0, 16.0])
 def test_ntk_keeps_the_fastest_pair_and_interpolates_the_slowest(factor: float) -> None:
     plain = Rope(RopeConfig(), HEAD_DIM, WINDOW).inv_freq

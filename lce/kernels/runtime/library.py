@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lce.errors import UsageError
-from lce.files import read_file, write_whole
+from lce.files import cache_home, read_file, write_whole
 from lce.kernels.runtime import levels
 from lce.progress import StepNotices, notice
 
@@ -56,12 +56,13 @@ def cache_folder(level: levels.Level) -> Path | None:
 
     Files in this folder are executed, so it is used only if this user owns it and nobody else can write to it.
     """
+    if (home := cache_home()) is None:
+        return None
+    folder = home / f"kernels-{source_digest()}-{level.folder}"
     try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = (Path(home) / "lce" / f"kernels-{source_digest()}-{level.folder}").absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home folder
+    except OSError:
         return None
     private = found.st_uid == os.geteuid() and not found.st_mode & 0o022
     return folder if private and os.access(folder, os.R_OK | os.W_OK | os.X_OK) else None

@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 
-from lce.methods.auto import CANDIDATES, Choice, choice_for
+from lce.methods import measured
+from lce.methods.choices import CANDIDATES, Choice
 from lce_lab.eval import recommend as module
-from lce_lab.eval.recommend import FULL, Probe, Recommendation, recommend, told_apart
+from lce_lab.eval.recommend import FULL, Probe, Recommendation, recommend
 from lce_lab.eval.scores import Score
+from tests.advising import advised, asked
 from tests.command import ran, run
 
 SOME = CANDIDATES[:2]
+ALL = [each.at(256) for each in CANDIDATES]  # for a window of 256
+OWN = [each for each in ALL if each.window is None]  # what is asked if a user named the window
+
+
+@pytest.fixture(autouse=True)
+def _kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are kept in the test's folder."""
+    monkeypatch.setattr(measured, "cache_home", lambda: tmp_path / "cache")
 
 
 class Clock:
@@ -40,7 +50,7 @@ class Clock:
 def test_with_time_every_method_reads_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     Clock(monkeypatch, lambda name, n_tokens: 1.0)
-    found = recommend("demo", seconds=8.0, task="passkey", candidates=SOME, progress=lambda *done: told.append(done))
+    found = recommend("demo", seconds=8.0, task="passkey", some=SOME, progress=lambda *done: told.append(done))
     assert (found.left, len({(probe.length, len(probe.values)) for probe in found.probes})) == ([], 1)
     scores = [(-probe.score.mean, probe.score.read_bytes or 0) for probe in found.probes]
     assert scores == sorted(scores)
@@ -58,7 +68,7 @@ def test_the_time_affords_a_length_and_rounds(
     """A text of 128 tokens takes a second. Three methods take turns in whole rounds, behind one text of each."""
     clock = Clock(monkeypatch, lambda name, n_tokens: (n_tokens / 128) ** 1.5)
     some = CANDIDATES[:3]
-    found = recommend(str(tiny_model), seconds=seconds, task="code", candidates=some, window=256)
+    found = recommend(str(tiny_model), seconds=seconds, task="code", some=some, window=256)
     assert {n_tokens for name, n_tokens in clock.asked if name != "full"} == {length}
     assert clock.asked[0] == ("full", 128)
     assert clock.now <= seconds
@@ -70,24 +80,16 @@ def test_the_time_affords_a_length_and_rounds(
 
 def test_a_turn_that_does_not_fit_is_not_begun(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, lambda name, n_tokens: 1.0 if name == "full" else 10.0)
-    found = recommend(str(tiny_model), seconds=25.0, length=300, task="code", candidates=CANDIDATES, window=256)
-    assert sorted((CANDIDATES.index(each.choice), each.length) for each in found.probes) == [(0, 300), (1, 300)]
-    assert (list(found.left), clock.now) == (list(CANDIDATES[2:]), 21.0)
+    found = recommend(str(tiny_model), seconds=25.0, length=300, task="code", some=ALL, window=256)
+    assert sorted((ALL.index(each.choice), each.length) for each in found.probes) == [(0, 300), (1, 300)]
+    assert (list(found.left), clock.now) == (list(ALL[2:]), 21.0)
 
 
 def made(method: str, right: str, read_bytes: float) -> Probe:
     """A probe whose answers are right where `right` has a 1."""
     values = [float(each) for each in right]
     score = Score(len(values), sum(values) / len(values), 0.0, 1.0, "Wilson", read_bytes)
-    return Probe(Choice(method), 300, score, 1.0, values)
-
-
-def test_what_is_told_apart() -> None:
-    """By a sign test: of six questions that only one of two methods finds, all six must be one method's."""
-    assert told_apart([1.0] * 6 + [0.0] * 9, [0.0] * 15)
-    assert not told_apart([1.0] * 5 + [0.0] * 9, [0.0] * 14)
-    assert not told_apart([1.0] * 6 + [0.0], [0.0] * 6 + [1.0])
-    assert not told_apart([1.0, 0.0], [1.0, 0.0])
+    return Probe(Choice(method), values, read_bytes, 300, score, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,8 @@ def test_a_reading_that_takes_too_long_is_left(tiny_model: Path, monkeypatch: py
 
     monkeypatch.setattr(module.lce.Engine, "prefill", slow)
     found = recommend(str(tiny_model), seconds=5.0, task="code", window=256, length=300, block=16)
-    assert ([*found.left], [*found.probes]) == ([*CANDIDATES], [])
-    assert found.chosen == found.usual == choice_for(300, 256)
+    assert ([*found.left], [*found.probes]) == (OWN, [])
+    assert found.chosen == found.usual == advised(300, tiny_model, window=256)
     assert now[0] < 7.0
     assert ended[-1] < 150, "of 300 tokens"
 
@@ -137,7 +139,7 @@ def test_a_slow_model_reads_few_tokens_first(
         return prefill(engine, ids, **how)
 
     monkeypatch.setattr(module.lce.Engine, "prefill", slow)
-    recommend(str(tiny_model), seconds=60.0, task="code", window=256, candidates=SOME)
+    recommend(str(tiny_model), seconds=60.0, task="code", window=256, some=SOME)
     assert seen[: len(read)] == read
     assert now[0] <= 60.0
 
@@ -159,7 +161,7 @@ def test_the_command(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = ran(*asked, "0")
     head, *left, _, best = result.stdout.splitlines()
     assert head.split()[:3] == ["method", "tokens", "right"]
-    assert [line.split() for line in left] == [[each.method, "288", "not", "asked"] for each in CANDIDATES]
+    assert [line.split() for line in left] == [[*each.spelled.split(), "288", "not", "asked"] for each in OWN]
     assert best.startswith(
         "take --method rerope: no method was asked; --method auto takes it for texts of 288 tokens: "
     )
@@ -173,7 +175,7 @@ def test_the_command(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "A row is a method: " in result.stdout
     others = best.partition("cannot tell ")[2].removesuffix(" apart from it").split(", ")
     assert best.startswith("take --method rerope: --method auto takes it for texts of 288 tokens, and 1 question ")
-    assert {*others} == {each.spelled for each in CANDIDATES[1:]}
+    assert {*others} == {each.spelled for each in OWN[1:]}
     assert "what methods find says little" in result.stderr  # random weights find nothing
     Clock(monkeypatch, lambda name, n_tokens: 1.0)
     found = json.loads(run(*asked, "7", "--json", "--quiet").stdout)
@@ -187,3 +189,38 @@ def test_what_cannot_be_asked(tiny_model: Path) -> None:
         result = run("recommend", "--model", str(tiny_model), *options.split())
         assert result.exit_code == 2
         assert words in result.stderr.splitlines()[-1]
+
+
+def test_auto_takes_what_was_kept(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command keeps the scores of all methods, and from then on `auto` names what was found on this model."""
+    Clock(monkeypatch, lambda name, n_tokens: 1.0)
+    how = ("--model", str(tiny_model), "--window", "256", "--task", "code", "--seconds", "7", "--json")
+    monkeypatch.setattr("lce_lab.eval.report.fails", lambda score: None)  # random weights find nothing
+    found = json.loads(ran("recommend", *how).stdout)
+    (kept,) = measured.measurements(asked(tiny_model).source.checkpoint.fingerprint)
+    assert (str(tmp_path / "cache" / "measured"), kept.length, kept.window) == (
+        str(Path(found["kept"]).parent),
+        288,
+        256,
+    )
+    assert [each.choice.method for each in kept.trials] == [each["method"] for each in found["probes"]]
+    assert kept.settings["task"] == "code"
+    assert f"measured on this model on {kept.day}" in advised(288, tiny_model, window=256).reason
+    assert "SmolLM2" in advised(288, tiny_model, window=250).reason, "another window"
+
+
+def test_what_tells_little_or_has_a_scaling_is_not_kept(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, lambda name, n_tokens: 1.0)
+    how = ("--model", str(tiny_model), "--window", "256", "--task", "code", "--seconds", "7", "--json")
+    assert json.loads(ran("recommend", *how).stdout)["kept"] is None
+    monkeypatch.setattr("lce_lab.eval.report.fails", lambda score: None)
+    assert json.loads(ran("recommend", *how, "--rope", "ntk", "--rope-factor", "1").stdout)["kept"] is None
+
+
+def test_it_says_which_lengths_fit(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[str]()
+    Clock(monkeypatch, lambda name, n_tokens: (n_tokens / 128) ** 1.5)
+    some = CANDIDATES[:3]
+    found = recommend(str(tiny_model), seconds=13.0, task="code", some=some, window=256, tell=told.append)
+    assert list(found.affords) == [320, 288]
+    assert told[-1] == "of 384, 352, 320, 288 tokens, the time is enough for every method at 320, 288"
