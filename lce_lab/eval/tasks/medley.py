@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from random import Random
@@ -9,6 +10,7 @@ from random import Random
 from lce_lab.eval.prose import COLOURS, NAMES, PLACES, THINGS
 from lce_lab.eval.tasks.base import MadeTask, Puzzle, Question
 from lce_lab.eval.tasks.chains import Variables
+from lce_lab.eval.tasks.facts import Deck, FactsAtOnce, ManyFacts, OtherWords, Similar
 from lce_lab.eval.tasks.keys import CountingStars, PassKey, SeveralFacts, SeveralKeys
 from lce_lab.eval.tasks.lists import Pairs
 
@@ -43,17 +45,39 @@ class Medley(MadeTask):
     pairs: int = 8
 
     def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
-        statements: list[list[str]] = []
-        questions: list[Question] = []
         parts = (PassKey(), SeveralFacts(), SeveralKeys(self.keys), Pairs(), Variables(), CountingStars(), TwoHops())
-        for task in parts:
-            puzzle = task.puzzle(rng, self.pairs)
-            first = sum(map(len, statements))
-            statements.append(list(puzzle.statements))
-            for question in puzzle.questions[: self.pairs]:
-                facts = tuple(first + i for i in question.facts)
-                questions.append(replace(question, facts=facts, kind=task.name, metric=task.metrics[0]))
-        return _interleaved(rng, statements, questions)
+        return _joined(rng, [(task, task.puzzle(rng, self.pairs)) for task in parts], self.pairs)
+
+
+@dataclass(frozen=True)
+class FactsMedley(MadeTask):
+    """Facts in words, in one text: 24 asked one by one and 12 of them by threes, 8 in other words, and 8 alike.
+
+    A document is read once for 44 questions: `--mode shared --questions 44`. No word is in two facts. The questions
+    are in random order, so fewer of them are of all kinds, too.
+    """
+
+    name = "facts_medley"
+
+    def puzzle(self, rng: Random, n: int = 0) -> Puzzle:
+        deck = Deck(rng)
+        many, others = ManyFacts().of(rng, deck), [(task, task.of(rng, deck)) for task in (OtherWords(), Similar())]
+        at_once = FactsAtOnce().joined(many.questions)[:4]
+        made = _joined(rng, [(ManyFacts(), replace(many, questions=many.questions + at_once)), *others])
+        return replace(made, questions=tuple(rng.sample(made.questions, len(made.questions))))
+
+
+def _joined(rng: Random, parts: Sequence[tuple[MadeTask, Puzzle]], most: int | None = None) -> Puzzle:
+    """Return one puzzle of the puzzles of several tasks, with at most `most` questions of each."""
+    statements: list[list[str]] = []
+    questions: list[Question] = []
+    for task, puzzle in parts:
+        first = sum(map(len, statements))
+        statements.append(list(puzzle.statements))
+        for question in puzzle.questions[:most]:
+            own = {"kind": question.kind or task.name, "metric": question.metric or task.metrics[0]}
+            questions.append(replace(question, facts=tuple(first + i for i in question.facts), **own))
+    return _interleaved(rng, statements, questions)
 
 
 def _interleaved(rng: Random, groups: list[list[str]], questions: list[Question]) -> Puzzle:

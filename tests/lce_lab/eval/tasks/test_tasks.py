@@ -26,7 +26,8 @@ def test_an_answer_is_scored_as_right_and_stands_in_its_facts(name):
             assert metric(" " + question.answer + ". The", question.answers) == 1
             assert metric(" zzz.", question.answers) < 0.5
             text = " ".join(puzzle.statements[i] for i in question.facts)
-            assert all(word in text for word in re.findall(r"\w+", question.answer) if word not in ("and", "in"))
+            answer = re.sub(r"\(\d\)", "", question.answer)  # the numbers of several answers
+            assert all(word in text for word in re.findall(r"\w+", answer) if word not in ("and", "in"))
 
 
 def test_a_medley_has_the_statements_and_questions_of_seven_tasks_each_with_its_metric():
@@ -124,7 +125,7 @@ def unspaced(text):
 @pytest.mark.parametrize("name", TASKS)
 def test_samples_fit_their_length_and_hold_their_facts(name):
     task = TASKS[name]()
-    for length in (300, 3000):
+    for length in (500, 3000):
         made = list(samples(task, length=length, n=3, seed=1, count=words, questions=2))
         assert made == list(samples(task, length=length, n=3, seed=1, count=words, questions=2))
         assert len({sample.document for sample in made}) == 3
