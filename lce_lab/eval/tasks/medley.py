@@ -75,8 +75,9 @@ def _joined(rng: Random, parts: Sequence[tuple[MadeTask, Puzzle]], most: int | N
         first = sum(map(len, statements))
         statements.append(list(puzzle.statements))
         for question in puzzle.questions[:most]:
-            own = {"kind": question.kind or task.name, "metric": question.metric or task.metrics[0]}
-            questions.append(replace(question, facts=tuple(first + i for i in question.facts), **own))
+            kind, metric = question.kind or task.name, question.metric or task.metrics[0]
+            facts = tuple(first + i for i in question.facts)
+            questions.append(replace(question, facts=facts, kind=kind, metric=metric))
     return _interleaved(rng, statements, questions)
 
 

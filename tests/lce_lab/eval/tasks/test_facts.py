@@ -12,7 +12,7 @@ from lce_lab.eval.tasks.facts import MANY, OTHER, Deck, FactsAtOnce
 from lce_lab.eval.tasks.making import samples
 
 KINDS = {"many_facts": 24, "facts_at_once": 4, "other_words": 8, "similar": 8}
-LITTLE = set("the a an of in by is was were are did does do what which who how why where at on over that one to".split())
+LITTLE = set("the a an of in by is was were are did does what which who how why where at on that one to".split())
 
 
 def words(text):
