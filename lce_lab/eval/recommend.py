@@ -7,7 +7,6 @@ after every block that is read and after every answer, so that the end does not 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ import lce
 from lce.methods.auto import CANDIDATES, Choice
 from lce_lab.eval.record import Answer
 from lce_lab.eval.running import Asking, Shard
-from lce_lab.eval.scores import Score, mean_of
+from lce_lab.eval.scores import Score, mean_of, sign_test
 from lce_lab.eval.suite import MadeSuite, make_tasks
 from lce_lab.eval.tasks import MadeTask
 
@@ -83,9 +82,7 @@ class Recommendation:
 
 def told_apart(some: Sequence[float], others: Sequence[float]) -> bool:
     """Return whether two methods' scores of the same questions differ by more than chance, by a sign test."""
-    better = sum(x > y for x, y in zip(some, others, strict=True))
-    n = sum(x != y for x, y in zip(some, others, strict=True))
-    return 2 * sum(math.comb(n, k) for k in range(min(better, n - better) + 1)) < DOUBT * 2.0**n
+    return 2 * min(sign_test(some, others), sign_test(others, some)) < DOUBT
 
 
 class _Late(Exception):

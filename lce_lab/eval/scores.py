@@ -99,6 +99,16 @@ def wilson(right: float, n: int, z: float = 1.96, *, share: float | None = None)
     return max(0.0, min(low, share)), min(1.0, max(high, share))  # with rounding errors, too, the share is within
 
 
+def sign_test(some: Sequence[float], others: Sequence[float]) -> float:
+    """Return how likely chance alone makes `some` so much better than `others`, scores of the same questions.
+
+    It is a one-sided sign test of the pairs that differ, which for scores of 0 and 1 is McNemar's exact test.
+    """
+    better, worse = (sum(x > y for x, y in zip(*pair, strict=True)) for pair in ((some, others), (others, some)))
+    tail = sum(math.comb(better + worse, k) for k in range(better, better + worse + 1))
+    return float(tail / 2 ** (better + worse))
+
+
 def _bootstrap(strata: Sequence[Sequence[Scores]]) -> tuple[float, float]:
     import numpy as np
 
