@@ -24,7 +24,7 @@ from lce.terminal.output import markdown
 from lce_lab.eval.naming import engine_key, engine_parts, fitted, method_names, model_names
 from lce_lab.eval.perplexity import Perplexity
 from lce_lab.eval.record import Answer, Loss, Record
-from lce_lab.eval.scores import Score, sign_test
+from lce_lab.eval.scores import Score, mean_of, sign_test
 
 Place = tuple[str, int]  # a row's name and a length
 
@@ -42,8 +42,8 @@ class Study:
 
     def cache_bytes(self) -> float:
         """Return the bytes of keys and values of a token: `full` reads those of all tokens."""
-        full = [x for own in self.answers.values() for x in own.values() if x.method == "full" and x.read_bytes]
-        return max(((x.read_bytes or 0) / (x.prompt_tokens or 1) for x in full), default=0.0)
+        full = [x for own in self.answers.values() for x in own.values() if x.method == "full"]
+        return mean_of(x.read_bytes / x.prompt_tokens for x in full if x.read_bytes and x.prompt_tokens) or 0.0
 
     def ranked(self, length: int) -> list[str]:
         """Return the rows asked at a length, the best first; rows with fewer answers are behind the others."""
