@@ -24,7 +24,7 @@ KINDS = (SLIDES, LayerKind(), SLIDES, LayerKind(rotated=False), LayerKind(2 * SL
 ACTING = (1, 3)  # the layers in which a method acts
 METHODS: dict[str, dict[str, Any]] = {"full": {}, "dca": {"chunk_size": 10}}
 METHODS |= {
-    "longheads": {"chunk_size": 4, "chunks": 5, "scored_at": 9},
+    "longheads": {"chunk_size": 4, "chunks": 5},
     "esa": {"sinks": 4, "local": 12, "top_k": 9, "compress": "none"},
 }
 

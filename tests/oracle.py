@@ -204,7 +204,7 @@ def longheads(
     text: Text,
     chunk_size: int | None = None,
     chunks: int | None = None,
-    share: str = "head",
+    share: str | None = None,
     rank: str = "top",
     keep_first: bool = True,
     keep_last: bool = True,
@@ -212,12 +212,11 @@ def longheads(
     placement: str = "side_by_side",
     top_p: float | None = None,
     summary: str = "keys",
-    scored_at: int | None = None,
 ) -> Tables:
     """Define LongHeads, query by query and head by head."""
-    size = chunk_size or min(32, text.window // 32)
-    budget = chunks or text.window // size
-    scores = longheads_scores(text, size, placement, summary, text.window // 2 if scored_at is None else scored_at)
+    size = chunk_size or min(16, max(1, text.window // 32), max(2, text.window // 64))
+    budget = chunks or min(text.window, max(512, text.window // 2)) // size
+    scores = longheads_scores(text, size, placement, summary)
 
     def choose(h: int, i: int) -> list[int]:
         own = i // size
@@ -227,7 +226,7 @@ def longheads(
             "head": [0] if fix_head else [h],
             "group": [g for g in range(text.n_heads) if g // text.rep == h // text.rep],
             "layer": list(range(text.n_heads)),
-        }[share]
+        }[share or ("head" if fix_head else "group")]
         total = scores[heads, i].sum(0)[:own]
         weights = (total / len(heads) / math.sqrt(text.dim)).exp().tolist()
         order = (total if rank == "top" else -total).tolist()
@@ -364,12 +363,12 @@ def placed(
     return tables_of(n_heads, n, seen)
 
 
-def longheads_scores(text: Text, size: int, placement: str, summary: str, scored_at: int) -> Tensor:
+def longheads_scores(text: Text, size: int, placement: str, summary: str) -> Tensor:
     """Return `[H, N, M]`: the query against each complete chunk's representation (Eq. 1-3).
 
-    Side by side: the chunk at its offsets, the query unrotated, or at the position `scored_at`. True: both at their
-    positions. Constant: the chunk unrotated, the query at position L, both with the factor of RoPE's scaling. For the
-    summary `keys`, a key weighs as much as any query of its chunk attends it, in the mean of a KV head's query heads.
+    Side by side: the chunk at its offsets, the query unrotated. True: both at their positions. Constant: the chunk
+    unrotated, the query at position L, both with the factor of RoPE's scaling. With the summary `keys`, a key weighs as
+    much as any query of its chunk attends it, in the mean of a KV head's query heads.
     """
     q, setting, n_chunks, root = text.q, text.setting, text.n // size, math.sqrt(text.dim)
     scores = torch.zeros(text.n_heads, text.n, n_chunks, dtype=torch.float64)
@@ -382,7 +381,7 @@ def longheads_scores(text: Text, size: int, placement: str, summary: str, scored
 
     for h in range(text.n_heads):
         asking = {
-            "side_by_side": text.seen_at(h, scored_at) if scored_at else as_complex(q[h]),
+            "side_by_side": as_complex(q[h]),
             "true": text.seen_at(h, text.at),
             "constant": text.seen_at(h, size) * setting.factor,
         }[placement]
@@ -450,7 +449,6 @@ def page_tables(
     grows_from: int | None = None,
     grows_to: int | None = None,
     queries: str = "alone",
-    scored_at: int = 0,
     **knobs: Any,
 ) -> Tables:
     """Define `pages`, query by query and head by head. `knobs` are those of `lowdim`, `oracle` and `random`."""
@@ -473,7 +471,7 @@ def page_tables(
         """The position from which query i sees the chosen key j."""
         behind = i // size - j // size
         return {
-            "side_by_side": scored_at,  # for scores; where the key is seen depends on what else is chosen
+            "side_by_side": 0,  # for scores; where the key is seen depends on what else is chosen
             "true": i,
             "constant": far,
             "grouped": i // group + reach - reach // group,
@@ -587,7 +585,7 @@ def page_scores(
             asking = text.seen_at(h, torch.tensor([seen_from(i, c * page) for i in range(text.n)]))
             at = torch.tensor([key_at(j) for j in range(c * page, (c + 1) * page)])
             queries, keys = asked(h, rows, at), turned(own, at, setting)
-            if place == "side_by_side" and not seen_from(0, 0):
+            if place == "side_by_side":
                 asking = as_complex(q[h])
             if place == "constant":
                 asking, keys = asking * setting.factor, as_complex(own)

@@ -11,10 +11,12 @@ from lce.errors import UsageError
 from lce.methods.base import ATTENDING, filled, knob, resolved
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
 from lce.methods.registry import register
-from lce.methods.selection import Selection, Share, SideBySide
+from lce.methods.selection import Selection, Share
 from lce.methods.selective import SelectiveMethod
 from lce.methods.selectors import Summary, random_scores
 from lce.methods.step import Step
+
+PAPER = {"chunk_size": 256, "share": "head", "summary": "values", "placement": "side_by_side"}
 
 
 @register("longheads")
@@ -22,9 +24,9 @@ from lce.methods.step import Step
 class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "score", "summarise")}):
     """LongHeads (Lu et al., 2024, "Multi-Head Attention is Secretly a Long Context Processor").
 
-    For each complete chunk and query head, the method stores a summary c. With keys and queries rotated to their
-    offsets 0..L-1, `O = softmax(Q Kᵀ/√D) V` without a causal mask, `q^c = mean(O)`, `c = softmax(q^c Kᵀ/√D) K` (Eq.
-    1-2). The score of a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3`
+    For each complete chunk the method stores a summary c, a mean of the chunk's keys, weighted by how the chunk's own
+    queries attend them (`Summary`; Eq. 1-2 with `summary="values"`). Keys and queries are rotated to their offsets
+    0..L-1. The score of a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3`
     best chunks after chunk 0, the last complete chunk, and its own chunk. All of these chunks stand side by side from
     position 0, so a text of at most `chunks` chunks has full attention.
 
@@ -32,42 +34,45 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
     head (`group`), or all heads (`layer`). Some knobs are ablations of the paper. `rank` takes the best, the worst
     or random chunks. With `keep_first=False` chunk 0 is chosen by score alone, with `keep_last=False` the last complete
     chunk; a query still attends `chunks` chunks. With `fix_head` all heads attend the chunks that the first head chose;
-    with `fix_layer` all layers attend the first layer's chunks. The paper's `placement` is `side_by_side`. The preset
-    `paper` has the chunks of the paper, and `released` the values of the authors' code for Llama 2. By default chunks
-    are smaller: among as many tokens, a published model finds more facts in more and smaller chunks.
+    with `fix_layer` all layers attend the first layer's chunks. The paper's `placement` is `side_by_side`.
+
+    The preset `paper` has the chunks, the summaries and the choice of the paper, and `released` the values of the
+    authors' code for Llama 2. By default chunks are smaller, weights come from keys, and the heads of a KV head choose
+    together: models find more facts with each of these, and a token reads less.
 
     Cost: scoring M chunks takes O(H · M · D) per token, and a token attends at most `chunks · L` keys. A chunk's
-    summary is H · D numbers.
+    summary is G · D numbers; with `summary="values"` H · D.
     """
 
-    share: Share = knob("head", "which heads choose together: none, a KV head's, or all")
+    chunk_size: int | None = knob(None, "tokens of a chunk; none is 16, fewer in a window below 1024", least=1)
+    chunks: int | None = knob(None, "chunks that a query attends; none is what half of the window, or 512 tokens, hold")
+    share: Share | None = knob(None, "which heads choose together: none, a KV head's (unless fix_head), or all")
     rank: Literal["top", "last", "random"] = knob("top", "take the best chunks, the worst or random ones")
     keep_first: bool = knob(True, "the first chunk is always attended")
     keep_last: bool = knob(True, "the last complete chunk is always attended")
     fix_head: bool = knob(False, "all heads take the choice of the first")
     fix_layer: bool = knob(False, "all layers take the choice of the first")
-    summary: Literal["values", "keys"] = knob("keys", "what a chunk's own queries take the mean of: values, or keys alone")
-    scored_at: int | None = knob(None, "distance from which chunks are scored; none is half of the window", least=0)
+    summary: Literal["values", "keys"] = knob(
+        "keys", "where a key's weight comes from: the chunk's values, or keys alone"
+    )
 
-    presets: ClassVar = {
-        "paper": {"chunk_size": 256, "summary": "values", "scored_at": 0},
-        "released": {"chunk_size": 256, "chunks": 16, "summary": "values", "scored_at": 0},
-    }
+    presets: ClassVar = {"paper": PAPER, "released": {**PAPER, "chunks": 16}}
 
     def resolve(self, window: int) -> Self:
-        if self.fix_head and self.share != "head":
+        if self.fix_head and self.share not in (None, "head"):
             raise UsageError(f"longheads: fix_head follows one head and share={self.share!r} sums several: drop one")
         if self.rank != "top" and self.top_p is not None:
             raise UsageError(f"longheads: top_p takes the best chunks first and rank={self.rank!r} does not: drop one")
-        return filled(super().resolve(window), scored_at=window // 2)
+        made = filled(self, chunk_size=min(16, max(1, window // 32), max(2, window // 64)))
+        n_tokens, share = min(window, max(512, window // 2)), "head" if self.fix_head else "group"
+        return super(LongHeads, filled(made, chunks=n_tokens // resolved(made.chunk_size), share=share)).resolve(window)
 
     @cached_property
     def selection(self) -> Selection:
-        made, share = super().selection, "layer" if self.fix_head else self.share
+        made, share = super().selection, "layer" if self.fix_head else self.share or "group"
         sinks, local = (made.size if is_kept else 0 for is_kept in (self.keep_first, self.keep_last))
         budget = replace(made.budget, sinks=sinks, local=local)
-        placement = SideBySide(self.scored_at or 0) if self.placement == "side_by_side" else made.placement
-        return replace(made, placement=placement, budget=budget, share=share, one_layer=self.fix_layer)
+        return replace(made, budget=budget, share=share, one_layer=self.fix_layer)
 
     @property
     def selector(self) -> "Ranked":
@@ -76,8 +81,8 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
 
 @paper_figures.register(LongHeads)
 def _(method: LongHeads, block: QueryBlock) -> Sequence[PaperFigure]:
-    heads, layers = block.n_heads, block.n_layers
-    reach, seen = resolved(method.chunks) * heads * layers, f"{heads} heads of {layers} layers can see in all"
+    heads, layers = method.selection.n_choosers(block.n_heads, block.n_kv_heads), block.n_layers
+    reach, seen = resolved(method.chunks) * heads * layers, f"{heads} choices of {layers} layers can see in all"
     return (
         PaperFigure(f"chunks that {seen}, |P| · heads · layers", "", reach),
         PaperFigure("the same in tokens", "", reach * resolved(method.chunk_size)),

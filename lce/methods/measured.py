@@ -44,11 +44,19 @@ class Measurement:
     trials: Sequence[Trial]
 
 
+def sign_test(some: Sequence[float], others: Sequence[float]) -> float:
+    """Return how likely chance alone makes `some` so much better than `others`, scores of the same questions.
+
+    It is a one-sided sign test of the pairs that differ, which for scores of 0 and 1 is McNemar's exact test.
+    """
+    better, worse = (sum(x > y for x, y in zip(*pair, strict=True)) for pair in ((some, others), (others, some)))
+    tail = sum(math.comb(better + worse, k) for k in range(better, better + worse + 1))
+    return float(tail / 2 ** (better + worse))
+
+
 def told_apart(some: Sequence[float], others: Sequence[float]) -> bool:
     """Return whether two methods' scores of the same questions differ by more than chance, by a sign test."""
-    better = sum(x > y for x, y in zip(some, others, strict=True))
-    n = sum(x != y for x, y in zip(some, others, strict=True))
-    return 2 * sum(math.comb(n, k) for k in range(min(better, n - better) + 1)) < DOUBT * 2.0**n
+    return 2 * min(sign_test(some, others), sign_test(others, some)) < DOUBT
 
 
 def alike(trials: Sequence[R]) -> list[R]:

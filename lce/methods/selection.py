@@ -25,7 +25,7 @@ from lce.errors import UsageError
 from lce.methods.base import Method, resolved
 from lce.methods.budget import Budget
 from lce.methods.costs import Cost, QueryBlock
-from lce.methods.knobs import Knobs, fill_in, knob
+from lce.methods.knobs import Knobs, fill_in
 from lce.methods.parts import CHOSEN, Part
 from lce.methods.step import ModelFacts, PassFacts, Step
 
@@ -282,12 +282,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class SideBySide(Placement, name="side_by_side"):
-    """The placement of LongHeads: chosen chunks side by side from position 0, then the own chunk, within the window.
+    """The placement of LongHeads: chosen chunks side by side from position 0, then the own chunk, within the window."""
 
-    Queries score a chunk from the distance `scored_at` to the chunk's first token; LongHeads scores at 0.
-    """
-
-    scored_at: int = knob(0, "distance from a chunk at which queries score the chunk", least=0)
     true_within: ClassVar[bool] = True
 
     def limit(self, selection: Selection, window: int) -> int | None:
@@ -307,7 +303,4 @@ class SideBySide(Placement, name="side_by_side"):
         return Part(CHOSEN, behind + (i % size)[:, None], n_slots=taken)
 
     def scored(self, q: Tensor, step: PassFacts, selection: Selection) -> list[Tensor]:
-        if not self.scored_at:
-            return [q]
-        at = torch.full((1,), self.scored_at, device=q.device)
-        return [rotate(q, step.once("scored", lambda: step.rope.turn(at, q.dtype)))]
+        return [q]

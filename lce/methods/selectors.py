@@ -199,7 +199,8 @@ def own_attention(q: Tensor, keys: Tensor, n_kv_heads: int) -> Tensor:
     """
     size, dim = keys.shape[1:]
     queries = fold_chunks(q, n_kv_heads).reshape(len(keys), -1, dim)  # [G * m, H/G * L, D]
-    return products(queries / math.sqrt(dim), keys.mT).float().unflatten(1, (-1, size)).softmax(-1)
+    logits: Tensor = products(queries / math.sqrt(dim), keys.mT).float().unflatten(1, (-1, size))
+    return logits.softmax(-1)
 
 
 @dataclass(frozen=True)

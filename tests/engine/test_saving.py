@@ -43,7 +43,7 @@ BLOCK = 64
 NEEDS: dict[str, dict[str, object]] = {
     "esa": {"compress": "pca", "sinks": 16, "low_dim": 8},
     "infllm": {"block_size": 16, "sinks": 16, "repr_tokens": 2, "top_k": 3},
-    "longheads": {"chunk_size": 8, "chunks": 4, "scored_at": 8},
+    "longheads": {"chunk_size": 8, "chunks": 4},
     "pages": as_knobs("select=lowdim select.compress=pca select.low_dim=8 placement=grouped page=8 budget=48"),
     "quest": {"page": 8, "budget": 48, "dense_layers": 1},
     "self_extend, auto": {"group": "auto"},

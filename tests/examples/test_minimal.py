@@ -23,7 +23,6 @@ from tests.docs.scripts import load
 FILE = Path(__file__).parents[2] / "examples" / "minimal.py"
 TOUR = FILE.parents[1] / "docs" / "tour" / "README.md"
 SHORTER = 2048  # tokens: at the window of SmolLM2, 8,192, the file takes over ten minutes
-PAPER = lce.methods.LongHeads(summary="values", scored_at=0)  # the paper's summaries and scores
 HAYSTACK = (FILE.parent / "haystack.txt").read_text(encoding="utf-8")
 
 
@@ -54,11 +53,17 @@ def ids_of(folder: Path, text: str) -> list[int]:
     return ids
 
 
+def same(model: Any, folder: Path) -> lce.Engine:
+    """An engine with the file's chunks, and with the paper's summaries, and heads that choose alone."""
+    sizes = {"chunk_size": model.config.chunk_size, "chunks": model.config.chunks}
+    paper = lce.methods.LongHeads(**sizes, summary="values", share="head")
+    return lce.load(folder, method=paper, dtype="float32")
+
+
 def compare(minimal: ModuleType, folder: Path, ids: list[int], n_tokens: int, block: int = 512) -> None:
     """The file's tokens are the engine's, and its probabilities of the first one are close to the engine's."""
-    engine = lce.load(folder, method=PAPER, dtype="float32")
-    truth = engine.generate(ids, max_tokens=n_tokens, logprobs=20)
     model = minimal.Llama(folder)
+    truth = same(model, folder).generate(ids, max_tokens=n_tokens, logprobs=20)
     cache = model.new_cache(len(ids) + n_tokens)
     logits = minimal.prefill(model, ids, cache, block)
     assert truth.logprobs is not None
@@ -99,9 +104,8 @@ def test_the_tour_begins_with_its_functions(minimal: ModuleType) -> None:
 def test_all_logits_are_those_of_the_engine(minimal: ModuleType, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Random weights, beyond the window, each token in a block of its own."""
     folder, ids = save_tiny(tmp_path, **changes), tokens(200)
-    engine, model = lce.load(folder, method=PAPER, dtype="float32"), minimal.Llama(folder)
-    assert (model.config.chunk_size, model.config.chunks) == (engine.method.chunk_size, engine.method.chunks)
-    cache = model.new_cache(len(ids))
+    model = minimal.Llama(folder)
+    engine, cache = same(model, folder), model.new_cache(len(ids))
     with torch.inference_mode():
         found = torch.stack([model(torch.tensor([token_id]), cache) for token_id in ids])
     assert (found - engine.logits(ids)).abs().max() < 1e-3

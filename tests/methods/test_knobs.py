@@ -48,7 +48,7 @@ def test_settings_make_the_same_method(name: str, knobs: dict[str, Any]) -> None
         ({"select": "bound"}, "select=bound is not one of summary, .*; default select=bounds"),
         ({"select.size": 3}, "no option 'select.size'; select has none"),
         ({"budget.tokens": "many"}, "budget=many is not a whole number; default budget=none"),
-        ({"page.size": 3}, "no option 'page.size'; valid, with defaults: select=bounds, select.repr_tokens=4, "),
+        ({"page.size": 3}, "no option 'page.size'; valid, with defaults: select=bounds, select.of=values, "),
         *(
             ({old: 1}, f"no option '{old}'; it is called {now} now: give -o {now}=VALUE")
             for old, now in RENAMED["pages"].items()

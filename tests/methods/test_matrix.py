@@ -80,8 +80,9 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         "chunk_size=8 chunks=3 keep_first=False keep_last=False, chunk_size=4 fix_head=True, chunk_size=5 chunks=6, "
         "chunk_size=4 placement=true, chunk_size=4 placement=constant, "
         "chunk_size=5 chunks=6 placement=constant share=group, chunk_size=4 top_p=0.4 keep_first=False, "
-        "chunk_size=4 summary=values scored_at=0, chunk_size=8 chunks=3 scored_at=0 share=group, "
-        "chunk_size=5 chunks=6 summary=values scored_at=9, chunk_size=4 placement=true summary=values"
+        "chunk_size=4 summary=values, chunk_size=8 chunks=3 share=head, "
+        "chunk_size=5 chunks=6 summary=values share=head, "
+        "chunk_size=4 placement=true summary=values"
     ),
     "oracle": cases(
         "chunk_size=5 budget=30 judge=true placement=constant, "
@@ -96,7 +97,7 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         "page=4 budget=32 select=oracle budget.top_p=0.6 share=group budget.local=8, "
         "page=4 budget=32 select=random budget.top_p=0.37 share=layer, "
         "page=8 budget=50 select=mean placement=side_by_side, "
-        "page=4 budget=24 select=summary select.of=keys placement.scored_at=20 share=group, "
+        "page=4 budget=24 select=summary select.of=keys share=group, "
         "page=4 budget=24 select=summary select.of=keys placement=constant, "
         "page=4 budget=24 placement=dual budget.top_p=0.6 share=group placement.far=40, "
         "page=2 budget=24 select=summary placement=grouped budget.top_p=0.5 budget.local=9 placement.group=8, "

@@ -23,12 +23,20 @@ SAME = {"page": L, "budget": 6 * L, "budget.sinks": L, "budget.local": L}
 @pytest.mark.parametrize(
     ("name", "theirs", "ours"),
     [
-        ("longheads", "chunks=6 summary=values scored_at=0", "select=summary"),
-        ("longheads", "chunks=6 scored_at=9", "select=summary select.of=keys placement.scored_at=9"),
-        ("longheads", "chunks=6 share=group top_p=0.5 scored_at=0", "select=summary select.of=keys share=group budget.top_p=0.5"),
-        ("longheads", "chunks=6 placement=true share=layer", "select=summary select.of=keys placement=true share=layer"),
-        ("longheads", "chunks=6 placement=constant keep_last=no", "select=summary select.of=keys budget.local=0 placement=constant"),
-        ("longheads", "chunks=3 summary=values scored_at=0", "select=summary budget=12"),
+        ("longheads", "chunks=6 summary=values share=head", "select=summary"),
+        ("longheads", "chunks=6", "select=summary select.of=keys share=group"),
+        ("longheads", "chunks=6 top_p=0.5 share=head", "select=summary select.of=keys budget.top_p=0.5"),
+        (
+            "longheads",
+            "chunks=6 placement=true share=layer",
+            "select=summary select.of=keys placement=true share=layer",
+        ),
+        (
+            "longheads",
+            "chunks=6 placement=constant summary=values keep_last=no",
+            "select=summary share=group budget.local=0 placement=constant",
+        ),
+        ("longheads", "chunks=3 summary=values share=head", "select=summary budget=12"),
         ("oracle", "chunks=6 judge=true", "select=oracle select.judge=true"),
         ("oracle", "chunks=6 placement=true keep_first=False", "select=oracle placement=true budget.sinks=0"),
         ("random", "chunks=6 seed=3", "select=random select.seed=3"),

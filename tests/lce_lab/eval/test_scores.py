@@ -2,6 +2,7 @@
 
 import pytest
 
+from lce.methods.measured import sign_test
 from lce_lab.eval.record import Answer
 from lce_lab.eval.scores import Score, interval, wilson
 
@@ -15,6 +16,13 @@ def test_wilson_interval() -> None:
     assert wilson(0, 50) == pytest.approx((0.0, 0.0713), abs=1e-4)
     assert all(wilson(n, n)[1] == 1 for n in range(1, 99)), "not less by rounding"
     assert wilson(25, 50) == pytest.approx((0.3664, 0.6336), abs=1e-4)
+
+
+def test_a_sign_test_counts_the_questions_that_differ() -> None:
+    """Of five that differ four are better: (5 + 1) / 32."""
+    assert sign_test([1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 1, 1, 0]) == 6 / 32
+    assert sign_test([0, 0.5, 1], [1, 1, 1]) == 1
+    assert sign_test([1, 0], [1, 0]) == 1
 
 
 def test_a_plain_score_has_wilsons_interval_and_averages() -> None:
