@@ -214,7 +214,7 @@ def longheads(
     summary: str = "keys",
 ) -> Tables:
     """Define LongHeads, query by query and head by head."""
-    size = chunk_size or min(16, max(1, text.window // 32), max(2, text.window // 64))
+    size = chunk_size or min(8, max(2, text.window // 128), max(1, text.window // 32))
     budget = chunks or min(text.window, max(512, text.window // 2)) // size
     scores = longheads_scores(text, size, placement, summary)
 

@@ -44,7 +44,7 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
     summary is G · D numbers; with `summary="values"` H · D.
     """
 
-    chunk_size: int | None = knob(None, "tokens of a chunk; none is 16, fewer in a window below 1024", least=1)
+    chunk_size: int | None = knob(None, "tokens of a chunk; none is 8, fewer in a window below 1024", least=1)
     chunks: int | None = knob(None, "chunks that a query attends; none is what half of the window, or 512 tokens, hold")
     share: Share | None = knob(None, "which heads choose together: none, a KV head's (unless fix_head), or all")
     rank: Literal["top", "last", "random"] = knob("top", "take the best chunks, the worst or random ones")
@@ -63,7 +63,7 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
             raise UsageError(f"longheads: fix_head follows one head and share={self.share!r} sums several: drop one")
         if self.rank != "top" and self.top_p is not None:
             raise UsageError(f"longheads: top_p takes the best chunks first and rank={self.rank!r} does not: drop one")
-        made = filled(self, chunk_size=min(16, max(1, window // 32), max(2, window // 64)))
+        made = filled(self, chunk_size=min(8, max(2, window // 128), max(1, window // 32)))
         n_tokens, share = min(window, max(512, window // 2)), "head" if self.fix_head else "group"
         return super(LongHeads, filled(made, chunks=n_tokens // resolved(made.chunk_size), share=share)).resolve(window)
 
