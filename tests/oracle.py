@@ -204,7 +204,7 @@ def longheads(
     text: Text,
     chunk_size: int | None = None,
     chunks: int | None = None,
-    share: str | None = None,
+    share: str = "group",
     rank: str = "top",
     keep_first: bool = True,
     keep_last: bool = True,
@@ -224,9 +224,9 @@ def longheads(
             return list(range(own))
         heads = {
             "head": [0] if fix_head else [h],
-            "group": [g for g in range(text.n_heads) if g // text.rep == h // text.rep],
+            "group": [0] if fix_head else [g for g in range(text.n_heads) if g // text.rep == h // text.rep],
             "layer": list(range(text.n_heads)),
-        }[share or ("head" if fix_head else "group")]
+        }[share]
         total = scores[heads, i].sum(0)[:own]
         weights = (total / len(heads) / math.sqrt(text.dim)).exp().tolist()
         order = (total if rank == "top" else -total).tolist()

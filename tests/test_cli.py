@@ -79,7 +79,7 @@ def test_options_that_cannot_be_used(tiny_model: Path) -> None:
     assert_error(run(*generate, "--method", "longhead"), 2, "did you mean 'longheads'?")
     assert_error(run("run", tiny_model), 2, "lce says it as lce chat -m MODEL")
     longheads = (*generate, "--method", "longheads", "-o")
-    assert_error(run(*longheads, "chunk=3"), 2, "'chunk'", "chunk_size=none", "share=head")
+    assert_error(run(*longheads, "chunk=3"), 2, "'chunk'", "chunk_size=none", "share=group")
     assert_error(run(*longheads, "chunks=few"), 2, "chunks=few", "whole number")
     assert_error(run(*longheads, "chunks"), 2, "key=value")
     assert_error(run(*generate, "--top-p", "2"), 2, "top_p is 2.0")
@@ -103,7 +103,7 @@ def test_plan_as_a_table_and_as_json(tmp_path: Path) -> None:
     assert head == "32,768 tokens, read by longheads on cpu, keys and values in float32"
     columns = "tier, needed, available, keys and values, budget, kept besides, weights, activations"
     assert re.split(" {2,}", names) == columns.split(", ")
-    assert re.fullmatch(r"device +3.5 MiB +.* +1.0 MiB +1.0 MiB +2.0 MiB +391.2 KiB +144.0 KiB", device)
+    assert re.fullmatch(r"device +2.8 MiB +.* +1.0 MiB +1.0 MiB +1.3 MiB +391.2 KiB +144.0 KiB", device)
     assert re.fullmatch(r"disk +16.0 MiB +.* +16.0 MiB +none +0 B +0 B +0 B", disk)
     assert re.fullmatch(r"It fits. The longest is [0-9,]+ tokens.", verdict)
     assert advice.startswith("For this length --method auto takes pages: ")
@@ -139,7 +139,7 @@ def test_plan_prints_what_it_counted(tiny_model: Path) -> None:
     start = lines.index("Counted for 300 tokens: the prefill in blocks of 512, and the decode of the last 8.")
     table = [line for line in lines[start + 2 :] if not line.startswith("In the paper")]
     assert [line[:20].rstrip() for line in table[1:8]] == [text[:20].rstrip() for text in COUNTED.values()]
-    assert any(line.endswith("|P| · heads · layers: 64") for line in lines)
+    assert any(line.endswith("|P| · heads · layers: 32") for line in lines)
     assert "Counted" not in run(*args).stdout
 
 
@@ -156,7 +156,7 @@ def test_methods_lists_knobs_and_defaults() -> None:
     listed = {method["name"]: method for method in json.loads(run("methods", "--json").stdout)}
     assert list(listed) == lce.methods.available()
     options = {option["name"]: option for option in listed["longheads"]["options"]}
-    assert options["share"] | {"name": "share", "type": "head, group or layer", "default": "head"} == options["share"]
+    assert options["share"] | {"name": "share", "type": "head, group or layer", "default": "group"} == options["share"]
     assert options["chunk_size"] | {"type": "int or none", "default": None} == options["chunk_size"]
     assert json.loads(run("methods", "dca", "--json").stdout) == listed["dca"]
     text = run("methods").stdout

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
-        34_473,
+        34_520,
         "lines; a fifth are kernels; advice takes 390, factors that follow the text 80, kept beginnings 60, "
         "order of sums 470, lanes in one call 245",
     ),
@@ -26,7 +26,7 @@ MOST = {  # the number that is held, and why it is no smaller
         "lines; three APIs and what their clients send, a page, replicas and the door in front of servers",
     ),
     "lce_lab": (12_500, "lines; commands, tasks, benchmarks, records and pages"),
-    "tests": (45_000, "lines: the slow truth and the stand-ins for GPUs are 2,700"),
+    "tests": (45_100, "lines: the slow truth and the stand-ins for GPUs are 2,700, advice and factors 350"),
     "words": (60_000, "in README, CONTRIBUTING, docs and benchmarks, the tour's code included"),
     "README": (120, "lines: the first screen, a document asked, methods and figures, what next"),
     "minimal": (400, "lines of examples/minimal.py: the whole idea in one file"),
@@ -38,7 +38,7 @@ MOST = {  # the number that is held, and why it is no smaller
     "Engine": (18, "members: the verbs, and the setup behind them"),
     "Method": (25, "members: parts, what is kept, and what a method says of itself"),
     "own": (30, "members that a class declares"),
-    "all": (45, "members with those that a class inherits"),
+    "all": (46, "members with those that a class inherits; LongHeads has its paper's ablations, and a summary"),
 }
 
 

@@ -46,7 +46,7 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
 
     chunk_size: int | None = knob(None, "tokens of a chunk; none is 8, fewer in a window below 1024", least=1)
     chunks: int | None = knob(None, "chunks that a query attends; none is what half of the window, or 512 tokens, hold")
-    share: Share | None = knob(None, "which heads choose together: none, a KV head's (unless fix_head), or all")
+    share: Share = knob("group", "which heads choose together: none, a KV head's, or all")
     rank: Literal["top", "last", "random"] = knob("top", "take the best chunks, the worst or random ones")
     keep_first: bool = knob(True, "the first chunk is always attended")
     keep_last: bool = knob(True, "the last complete chunk is always attended")
@@ -59,17 +59,17 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
     presets: ClassVar = {"paper": PAPER, "released": {**PAPER, "chunks": 16}}
 
     def resolve(self, window: int) -> Self:
-        if self.fix_head and self.share not in (None, "head"):
+        if self.fix_head and self.share == "layer":
             raise UsageError(f"longheads: fix_head follows one head and share={self.share!r} sums several: drop one")
         if self.rank != "top" and self.top_p is not None:
             raise UsageError(f"longheads: top_p takes the best chunks first and rank={self.rank!r} does not: drop one")
         made = filled(self, chunk_size=min(8, max(2, window // 128), max(1, window // 32)))
-        n_tokens, share = min(window, max(512, window // 2)), "head" if self.fix_head else "group"
-        return super(LongHeads, filled(made, chunks=n_tokens // resolved(made.chunk_size), share=share)).resolve(window)
+        n_tokens = min(window, max(512, window // 2))
+        return super(LongHeads, filled(made, chunks=n_tokens // resolved(made.chunk_size))).resolve(window)
 
     @cached_property
     def selection(self) -> Selection:
-        made, share = super().selection, "layer" if self.fix_head else self.share or "group"
+        made, share = super().selection, "layer" if self.fix_head else self.share
         sinks, local = (made.size if is_kept else 0 for is_kept in (self.keep_first, self.keep_last))
         budget = replace(made.budget, sinks=sinks, local=local)
         return replace(made, budget=budget, share=share, one_layer=self.fix_layer)

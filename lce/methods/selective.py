@@ -24,7 +24,7 @@ from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.placement import OneDistance, TruePositions
 from lce.methods.selection import Placement, Selection, Selector, SideBySide, Sizes
 from lce.methods.selectors import OPEN_QUERIES, SUMMARIES, Summary, SummarySelector
-from lce.methods.step import DeviceStep, ModelFacts, Step
+from lce.methods.step import DeviceStep, Step
 from lce.methods.turned_keys import recent_keys, seen_keys, unrotated
 
 KINDS: Mapping[str, Placement] = {"side_by_side": SideBySide(), "true": TruePositions()}  # and one distance
@@ -191,8 +191,7 @@ class SelectiveMethod(ChunkMethod, promises=BY_HOOKS):
 
     `placement` says where chosen chunks are seen: `side_by_side` in their order from position 0, so that all distances
     are within the window; `true` at their own positions; `constant` at the distance `chunk_size`. A query's own chunk
-    is always seen at its true distances. By default chunks are side by side; if a user's RoPE scaling brings the text's
-    distances into the window, they are at their true positions.
+    is always seen at its true distances.
 
     With `top_p`, a query takes only as many of its `chunks` as reach that share of attention, as `log_mass` estimates.
     """
@@ -202,19 +201,14 @@ class SelectiveMethod(ChunkMethod, promises=BY_HOOKS):
 
     chunk_size: int | None = knob(None, "tokens of a chunk; none is 32, or 1/32 of a window below 1024", least=1)
     chunks: int | None = knob(None, "chunks that a query attends, its own one too; none is what the window holds")
-    placement: Literal["side_by_side", "true", "constant"] | None = knob(
-        None, "where chosen chunks are seen; none is side by side, or true with a RoPE scaling of your own"
+    placement: Literal["side_by_side", "true", "constant"] = knob(
+        "side_by_side", "where chosen chunks are seen: side by side, at true positions, or at one distance"
     )
     top_p: float | None = knob(None, TOP_P, is_share=True, kw_only=True)
     example: ClassVar = Example({"chunk_size": 2})
 
-    def for_model(self, model: ModelFacts) -> Self:
-        """Return this method, with chosen chunks at their true positions if the user's RoPE scaling is for that."""
-        is_scaled = model.rope.kind != "none" and model.rope != model.config.rope
-        return filled(self, placement="true") if is_scaled else self
-
     def resolve(self, window: int) -> Self:
-        made = filled(self, chunk_size=min(32, max(1, window // 32)), placement="side_by_side")
+        made = filled(self, chunk_size=min(32, max(1, window // 32)))
         made = filled(made, chunks=window // resolved(made.chunk_size))
         if resolved(made.chunks) < 3:
             few = f"{made.chunks} chunks of {made.chunk_size} tokens"
@@ -224,7 +218,7 @@ class SelectiveMethod(ChunkMethod, promises=BY_HOOKS):
     @cached_property
     def selection(self) -> Selection:
         """The first chunk, the best ones and the last complete one. A class with hooks of its own chooses by them."""
-        size, n, placement = self.chunk_size or 1, self.chunks, KINDS.get(self.placement or "side_by_side")
+        size, n, placement = self.chunk_size or 1, self.chunks, KINDS.get(self.placement)
         selector = self.selector if self.promised("hookless") else Hooks(self)
         budget = Budget(None if n is None else n * size, sinks=size, local=size, top_p=self.top_p)
         return Selection(size, selector, placement or OneDistance(size), budget)

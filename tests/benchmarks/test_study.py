@@ -15,7 +15,15 @@ from lce_lab.eval.record import Answer, Loss, Record
 
 ROWS = "full; full rope=yarn; pages placement=true budget=600 rope=ntk; pages budget=600"
 SETTING = {"parts": "answers,perplexity", "lengths": "2,0.9,3000", "documents": "0,2", "methods": ROWS, "rows": "axes"}
-COMMON = {"model": "demo", "dtype": "float32", "essays": "E", "seed": "0", "task": "facts_medley", "questions": "44"}
+COMMON = {
+    "model": "demo",
+    "dtype": "float32",
+    "essays": "E",
+    "seed": "0",
+    "task": "facts_medley",
+    "questions": "44",
+    "samples": 12,
+}
 ENGINE = "Engine({}, window=512, block=512, cpu, torch.float32)"
 ROPE = "RopeConfig(kind='{}', theta=10000.0, factor={})"
 

@@ -29,7 +29,10 @@ from tests.running import threads
 # block, esa and infllm choose for fewer queries, xattention attends all keys, and delta corrects no block of one query.
 BY_BLOCKS = {"delta", "esa", "infllm", "xattention"}
 METHODS = [name for name in available() if name not in BY_BLOCKS]
-KNOBS: dict[str, dict[str, Any]] = {"longheads": {"chunk_size": 8}, "esa": {"compress": "pca", "low_dim": 4}}
+KNOBS: dict[str, dict[str, Any]] = {
+    "longheads": {"chunk_size": 8, "share": "head"},
+    "esa": {"compress": "pca", "low_dim": 4},
+}
 KINDS = [{}, {"dtype": "bfloat16"}, {"weights": "int8"}, {"weights": "int4"}, {"kv_dtype": "int8-device"}]
 SLOW = pytest.mark.slow
 N = 230  # tokens, of a window of 64

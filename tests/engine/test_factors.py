@@ -107,25 +107,3 @@ def test_the_commands_take_the_prompt_and_the_answer(tiny_model: Path, tmp_path:
     asked: Any = ("eval", "run", *model, "--lengths", "128,256", "--task", "code", "--samples", "1", "--no-ceiling")
     rows = json.loads(ran(*asked, "--json").stdout)
     assert [(row["length"], row["warning"]) for row in rows] == [(128, None), (256, None)]
-
-
-@pytest.mark.parametrize(
-    ("knobs", "scaling", "expected"),
-    [
-        ({}, {}, "side_by_side"),
-        ({}, {"rope": "yarn"}, "true"),
-        ({}, {"rope": "none"}, "side_by_side"),
-        ({"placement": "side_by_side"}, {"rope": "ntk", "rope_factor": 2}, "side_by_side"),
-        ({"preset": "paper"}, {"rope": "ntk", "rope_factor": 2}, "side_by_side"),
-    ],
-    ids=str,
-)
-def test_with_a_scaling_chosen_chunks_are_at_their_true_positions(
-    tiny_model: Path, knobs: dict[str, Any], scaling: dict[str, Any], expected: str
-) -> None:
-    """For this the scaling brings them into the window. The paper's chunks are side by side, scaled or not."""
-    method = lce.load(
-        tiny_model, lce.methods.make("longheads", {"chunks": 4, "chunk_size": 4, **knobs}), **scaling
-    ).method
-    assert isinstance(method, lce.methods.LongHeads)
-    assert method.placement == expected

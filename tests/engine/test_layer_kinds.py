@@ -171,7 +171,7 @@ def test_all_layers_take_the_choice_of_the_first_that_chooses(made: Path) -> Non
     scores = [cost(method.resolve(32), QueryBlock(88, 89, 4, 2, 16, layer=at, first_layer=1)).scores for at in ACTING]
     assert scores == [4 * 22 * 16, 0]
     counted = lce.operations(made, method, tokens=89)
-    assert counted.paper_figures[0].value == 5 * 4 * len(ACTING), "chunks of heads and layers"
+    assert counted.paper_figures[0].value == 5 * 2 * len(ACTING), "chunks of KV heads and layers"
     assert counted.decode.scores == 4 * (21 + 21 + 22 + 22) * 16  # the last four tokens
 
 

@@ -242,7 +242,7 @@ def test_what_lies_in_an_opened_file_needs_no_memory(
     context = engine.open_context(tmp_path / "saved.lce")
     at_most(monkeypatch, memory=100 * TOKEN)
     engine.generate(tokens(10), max_tokens=5, context=context)
-    with pytest.raises(CapacityError, match=r"the longest that fits is 4[0-9][0-9] tokens; .*--spill-dir"):
+    with pytest.raises(CapacityError, match=r"the longest that fits is [45][0-9][0-9] tokens; .*--spill-dir"):
         engine.generate(tokens(10), max_tokens=500, context=context)
 
 

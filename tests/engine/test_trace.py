@@ -36,7 +36,7 @@ def test_a_trace_lists_the_chunks_of_every_query(tiny_model: Path) -> None:
                     assert taken[0] == 0
                     assert taken[-1] == own - 1
     assert not torch.equal(*trace.chosen), "layers choose on their own"
-    assert not torch.equal(trace.chosen[0][0], trace.chosen[0][1]), "and so do heads"
+    assert not torch.equal(trace.chosen[0][0], trace.chosen[0][2]), "and so do KV heads"
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 512])

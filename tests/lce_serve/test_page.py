@@ -26,7 +26,7 @@ from tools.chromium import Browser, Page, chromium
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "the quick brown fox jumps over the lazy dog, and then over the moon. " * 6
 HI: Any = [{"role": "user", "content": TEXT + "what does the fox do?"}]
-HEADS = {"method": "longheads", "method_options": {"chunk_size": 8, "chunks": 4}}
+HEADS = {"method": "longheads", "method_options": {"chunk_size": 8, "chunks": 4, "share": "head"}}
 
 
 @pytest.mark.parametrize("path", ["/", "/inspect"])

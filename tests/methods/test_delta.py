@@ -76,7 +76,7 @@ def test_the_default_pair_is_one_that_caches_keys_alike() -> None:
     for text, dense in (
         *((text, "full") for text in ("streaming", "quest", "xattention", "pages:placement=true")),
         *((text, "rerope") for text in ("lm_infinite", "infllm", "longheads:placement=constant", "esa:compress=pca")),
-        ("longheads", "dca:chunk_size=16:"),
+        ("longheads", "dca:chunk_size=4:"),
         ("pages:placement=dual:placement.chunk_size=64", "dca:chunk_size=64:"),
         ("pages:placement=grouped:placement.group=5", "self_extend:local=128:group=5"),
         ("dca:parts=intra", "dca:"),

@@ -65,7 +65,7 @@ def test_a_package_may_bring_a_method(offered: Any) -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"chunksize": 3}, "no option 'chunksize'; valid, with defaults: chunk_size=none, chunks=none, placement=none"),
+        ({"chunksize": 3}, "no option 'chunksize'; valid, with defaults: chunk_size=none, chunks=none, placement=side"),
         ({"chunk_size": "many"}, "chunk_size=many is not a whole number"),
         ({"chunk_size": 1.5}, "chunk_size=1.5 is not"),
         ({"chunk_size": True}, "chunk_size=True is not"),

@@ -21,7 +21,7 @@ PRODUCTS = ["_product"] * 4
 CASES: dict[str, tuple[Method, list[str]]] = {  # what a layer launches
     "full": (Full(), ATTENTION + PRODUCTS),
     "dca": (DualChunk(chunk_size=16), ATTENTION + PRODUCTS),
-    "longheads": (LongHeads(chunk_size=8, chunks=4), CHOICE + PRODUCTS + ["index_copy_"]),
+    "longheads": (LongHeads(chunk_size=8, chunks=4, share="head"), CHOICE + PRODUCTS + ["index_copy_"]),
     "quest": (Quest(page=8, budget=32, dense_layers=0), CHOICE + PRODUCTS + ["_rotate"]),
 }
 AROUND = 40  # what all layers share, the embedding and the head

@@ -56,7 +56,7 @@ def test_equals_the_definitions(name: str, knobs: dict[str, Any], judge: Judge) 
 
 def test_what_choices_are_made_by_costs_bytes() -> None:
     scored = {
-        "longheads": 4 * 8 * ITEM * sum(n // 4 for n in range(101, 121)) / 20,  # a vector a head and chunk
+        "longheads": 2 * 8 * ITEM * sum(n // 4 for n in range(101, 121)) / 20,  # a vector a KV head and chunk
         "quest": 2 * 2 * 8 * ITEM * sum(n // 4 for n in range(101, 121)) / 20,
         "esa": 2 * 8 * ITEM * sum(n - 16 - 4 for n in range(100, 120)) / 20,  # the keys between, all heads
         "full": 0,

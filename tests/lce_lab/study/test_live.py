@@ -93,7 +93,7 @@ def test_about_names_every_method_and_its_knobs(live: Live) -> None:
     assert about["model"] | {"name": ""} == {"name": "", "layers": 2, "heads": 4, "kv_heads": 2, "window": 64}
     assert about["max_tokens"] == MOST_NEW
     knobs = {knob["name"]: knob for knob in knobs_of(find("longheads"))}
-    expected = {"name": "share", "help": "", "default": "head", "choices": ["head", "group", "layer"], "words": []}
+    expected = {"name": "share", "help": "", "default": "group", "choices": ["head", "group", "layer"], "words": []}
     assert knobs["share"] | {"help": ""} == expected
     assert [knobs[name]["choices"] for name in ("chunk_size", "keep_first")] == [None, ["true", "false"]]
     (group,) = (knob for knob in knobs_of(find("self_extend")) if knob["name"] == "group")

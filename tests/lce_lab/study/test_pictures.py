@@ -59,7 +59,7 @@ def test_a_picture_shows_the_distances(tmp_path: Path, monkeypatch: pytest.Monke
 def test_cells_and_bands_of_choices(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 
-    method = LongHeads(chunk_size=4, chunks=4)
+    method = LongHeads(chunk_size=4, chunks=4, share="head")
     found = record(tiny_model, [method], "the old dogs " * 9, max_tokens=0, spread=0, last=2, marks=["old dogs"])
     images, bands = [], []
     monkeypatch.setattr(Axes, "imshow", lambda self, x, **_: images.append(x))

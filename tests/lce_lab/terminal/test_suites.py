@@ -103,7 +103,7 @@ def test_eval_tasks_lists_them_with_their_knobs() -> None:
 
 def test_the_docs_have_every_task_with_its_metric() -> None:
     page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`[^|]*`) \|[^|]*\| `(\w+)` \|", page.partition("\n## Records")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]*`) \|[^|]*\| `([\w.]+)` \|", page.partition("\n## Records")[0], re.MULTILINE)
     named = {name: metric for names, metric in rows for name in re.findall(r"`(\w+)`", names)}
     assert named == {name: task.metrics[0] for name, task in TASKS.items()}
 
