@@ -31,10 +31,11 @@ MOST = {  # the number that is held, and why it is no smaller
     "README": (120, "lines: the first screen, a document asked, methods and figures, what next"),
     "minimal": (400, "lines of examples/minimal.py: the whole idea in one file"),
     "path lines": (
-        5_085,
-        "of functions that `generate` with longheads enters, docstrings included; order of sums is 130, huge pages 25",
+        5_166,
+        "of functions that `generate` with longheads enters, docstrings included; order of sums is 130, huge pages 25, "
+        "heads that choose together 50, summaries of keys 25",
     ),
-    "path files": (69, "of these functions; 68 are wanted: some files are entered for a few lines each"),
+    "path files": (70, "of these functions; 68 are wanted: some files are entered for a few lines each"),
     "Engine": (18, "members: the verbs, and the setup behind them"),
     "Method": (25, "members: parts, what is kept, and what a method says of itself"),
     "own": (30, "members that a class declares"),
