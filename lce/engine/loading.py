@@ -64,7 +64,7 @@ def load(given: Loading) -> Engine:
 def _again(given: Loading, method: str | Method, sharing: Setup, length: int | None = None) -> Setup:
     """Return a setup with another method, and another setup's weights and options, for texts of another `length`."""
     other: dict[str, Any] = dict.fromkeys(("method_options", "prefill_method", "threads"))
-    other["length"] = length or given.length
+    other["length"] = given.length if length is None else length
     return load(**vars(given) | {"method": method, "sharing": Engine(sharing)} | other).setup
 
 

@@ -107,6 +107,8 @@ class Planned:
         `remedy` says how the reader of the line takes another method: a format for the `Choice` and `n_tokens`. `rope`
         is that of the text's context, if any: the factor "auto" reaches the length that was announced.
         """
+        if rope is not None and not isinstance(rope, Rope):
+            raise UsageError(f"rope is {shown(rope)}; expected a context's rope")
         limit = self._readable(self.rope if rope is None else rope.config)
         n_tokens = count(n_tokens, "n_tokens", least=0)
         remedy = REANNOUNCE if self.rope.factor == "auto" else remedy

@@ -95,7 +95,7 @@ def test_memory_of_a_gpu() -> None:
 WINDOW = 32
 SLOW = pytest.mark.slow
 METHODS: dict[str, tuple[str, dict[str, object]]] = {
-    "longheads": ("longheads", {"chunk_size": 4, "chunks": 6}),
+    "longheads": ("longheads", {"chunk_size": 4, "chunks": 6, "share": "head"}),
     "longheads, heads together": ("longheads", {"chunk_size": 8, "chunks": 4, "share": "layer"}),
     "quest": ("quest", {"page": 4, "dense_layers": 1}),
     "esa": ("esa", {"sinks": 4, "local": 10, "top_k": 24, "eps": 2, "compress": "none"}),
