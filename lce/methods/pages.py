@@ -42,8 +42,8 @@ class Pages(ChunkMethod):
     of pages.
 
     Published methods are points of this plane: `select=summary placement=side_by_side` with `page`, `budget.sinks` and
-    `budget.local` all L is the paper's `longheads`, `select=bounds placement=true` without sinks and local tokens is `quest`
-    without dense layers.
+    `budget.local` all L is the paper's `longheads`, `select=bounds placement=true` without sinks and local tokens is
+    `quest` without dense layers.
 
     Cost: a token attends at most `budget` keys. Scoring depends on `select`.
     """

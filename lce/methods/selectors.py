@@ -181,9 +181,7 @@ class Summary(SummarySelector, name="summary"):
         if self.of == "keys":
             weights = own_attention(q, keys, n_kv_heads).amax(dim=2)  # [G * m, H/G, L]
             weights = (weights / weights.sum(-1, keepdim=True)).mean(dim=1, keepdim=True)
-            summed = (weights.mT * keys).sum(
-                dim=1
-            )  # not a product of matrices, whose bits depend on the number of chunks
+            summed = (weights.mT * keys).sum(dim=1)  # the bits of a product of matrices may depend on m
             return summed.to(keys.dtype).view(n_kv_heads, n_chunks, -1)
         out, _ = step.attention.dense(fold_chunks(q, n_kv_heads), keys, values, causal=False)
         query = out.mean(dim=1, keepdim=True)  # [G * m * H/G, 1, D]
@@ -203,10 +201,8 @@ def own_attention(q: Tensor, keys: Tensor, n_kv_heads: int) -> Tensor:
     """
     size, dim = keys.shape[1:]
     queries = fold_chunks(q, n_kv_heads).reshape(len(keys), -1, dim)  # [G * m, H/G * L, D]
-    queries = queries / math.sqrt(
-        dim
-    )  # as generated ones: in this way a decode step, and a prefill that it interrupts,
-    logits: Tensor = products(queries, keys.mT, True).float().unflatten(1, (-1, size))  # have no memory in common
+    # As for generated queries, in decode and in prefill: a step that interrupts a prefill shares no memory with it.
+    logits: Tensor = products(queries / math.sqrt(dim), keys.mT, True).float().unflatten(1, (-1, size))
     return logits.softmax(-1)
 
 
