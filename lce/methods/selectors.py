@@ -189,9 +189,8 @@ class Summary(SummarySelector, name="summary"):
         return unfold_chunks(representation.squeeze(1), n_kv_heads, n_chunks)
 
     def summary_cost(self, sizes: Sizes, size: int) -> int:
-        if self.of == "keys":
-            return (sizes.n_heads * size + sizes.n_kv_heads) * size * sizes.head_dim
-        return 2 * sizes.n_heads * (size + 1) * size * sizes.head_dim  # Eq. 2: L queries; Eq. 1: one
+        n_products = size if self.of == "keys" else 2 * (size + 1)  # Eq. 2: L queries; Eq. 1: one
+        return sizes.n_heads * n_products * size * sizes.head_dim
 
 
 def own_attention(q: Tensor, keys: Tensor, n_kv_heads: int) -> Tensor:
