@@ -38,7 +38,7 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
 
     The preset `paper` has the chunks, the summaries and the choice of the paper, and `released` the values of the
     authors' code for Llama 2. By default chunks are smaller, weights come from keys, and the heads of a KV head choose
-    together: models find more facts with each of these, and a token reads less.
+    together: with these SmolLM2-135M found more facts, and a token read less.
 
     Cost: scoring M chunks takes O(H · M · D) per token, and a token attends at most `chunks · L` keys. A chunk's
     summary is G · D numbers; with `summary="values"` H · D.

@@ -172,11 +172,10 @@ class RopeConfig:
         With that factor the base of `ntk` is the base of `dynamic` with a factor of 1, so `dynamic` becomes `ntk`.
         Example: for a window of 8,192 and 20,480 tokens the factor is 2.5.
         """
-        kind, factor = (
-            "ntk" if self.kind == "dynamic" else self.kind,
-            max(1.0, length / (self.original_window or window)),
-        )
-        return replace(self, kind=kind, factor=factor) if self.factor == "auto" else self
+        if self.factor != "auto":
+            return self
+        kind, needed = "ntk" if self.kind == "dynamic" else self.kind, length / (self.original_window or window)
+        return replace(self, kind=kind, factor=max(1.0, needed))
 
     def reach(self, window: int) -> int:
         """Return how many positions a model with this scaling can be trusted on.

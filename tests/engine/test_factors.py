@@ -86,6 +86,7 @@ def test_a_file_keeps_its_factor(tiny_model: Path, tmp_path: Path) -> None:
     assert "yarn, factor auto for 160 tokens" in ran("info", out).stdout
     for options in ((), ("--rope", "yarn"), ("--rope", "yarn", "--rope-factor", "auto")):
         assert run("generate", "-m", tiny_model, "-c", out, "-p", "Hi", "-n", "2", *options).exit_code == 0
+    lce.load(tiny_model, rope="ntk")  # says which factor contexts have, once in a process
     assert_error(
         run("generate", "-m", tiny_model, "-c", out, "-p", "Hi", "--rope", "ntk"), 3, "another rope, kind=yarn"
     )
