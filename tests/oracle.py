@@ -207,7 +207,7 @@ def longheads(
     share: str = "group",
     rank: str = "top",
     keep_first: bool = True,
-    keep_last: bool = True,
+    local: int | None = None,
     fix_head: bool = False,
     placement: str = "side_by_side",
     top_p: float | None = None,
@@ -215,7 +215,8 @@ def longheads(
 ) -> Tables:
     """Define LongHeads, query by query and head by head."""
     size = chunk_size or min(8, max(2, text.window // 128), max(1, text.window // 32))
-    budget = chunks or min(text.window, max(512, text.window // 2)) // size
+    budget = chunks or max(min(3, text.window // size), text.window // (2 * size))
+    n_last = math.ceil((max(size, min(text.window // 16, budget * size // 4)) if local is None else local) / size)
     scores = longheads_scores(text, size, placement, summary)
 
     def choose(h: int, i: int) -> list[int]:
@@ -230,14 +231,14 @@ def longheads(
         total = scores[heads, i].sum(0)[:own]
         weights = (total / len(heads) / math.sqrt(text.dim)).exp().tolist()
         order = (total if rank == "top" else -total).tolist()
-        return choice(order, always(own, keep_first, keep_last), budget - 1, top_p, weights)
+        return choice(order, always(own, int(keep_first), n_last), budget - 1, top_p, weights)
 
     return placed(text.n_heads, text.n, size, choose, placement)
 
 
-def always(own: int, keep_first: bool, keep_last: bool) -> list[int]:
-    """Return the chunks before a query's own that are attended whatever their scores."""
-    return sorted({c for c, kept in ((0, keep_first), (own - 1, keep_last)) if kept and 0 <= c < own})
+def always(own: int, n_first: int, n_last: int) -> list[int]:
+    """Return the chunks before a query's own that are attended whatever their scores: the first and the last ones."""
+    return [c for c in range(own) if c < n_first or c >= own - n_last]
 
 
 def best_first(ids: Sequence[int], scores: Sequence[float] | Mapping[int, float]) -> list[int]:
@@ -322,7 +323,8 @@ def by_weight(
     def choose(h: int, i: int) -> list[int]:
         own = i // size
         order = weigh(h, i, own, size)
-        return choice(order, always(own, keep_first, keep_last), most - 1, top_p, [1.0] * own if alike else order)
+        fixed = always(own, int(keep_first), int(keep_last))
+        return choice(order, fixed, most - 1, top_p, [1.0] * own if alike else order)
 
     return placed(text.n_heads, text.n, size, choose, placement)
 

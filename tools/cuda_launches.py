@@ -138,7 +138,7 @@ def _choice(dtype: torch.dtype, dim: int, n_chunks: int, choosers: int, bounds: 
 
     q, at = torch.empty(32, dim, dtype=dtype), torch.zeros(1).long()
     summaries = torch.empty(8, n_chunks, 2, dim, dtype=dtype) if bounds else torch.empty(32, n_chunks, dim, dtype=dtype)
-    choices.best_runs(q, summaries, at, 256, 15, choosers=choosers, keep_first=True, keep_last=True, own=True)
+    choices.best_runs(q, summaries, at, 256, 15, choosers=choosers, n_first=1, n_last=1, own=True)
     choices.best_runs(q, summaries, at, 256, 15, choosers=choosers, least=True)
     for position in (at, None):
         choices.runs_of_chunks(torch.zeros(choosers, 15, dtype=torch.int64), 256, position)

@@ -16,7 +16,7 @@ from lce.methods.selective import SelectiveMethod
 from lce.methods.selectors import Summary, random_scores
 from lce.methods.step import Step
 
-PAPER = {"chunk_size": 256, "share": "head", "summary": "values", "placement": "side_by_side"}
+PAPER = {"chunk_size": 256, "local": 256, "share": "head", "summary": "values", "placement": "side_by_side"}
 
 
 @register("longheads")
@@ -26,30 +26,33 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
 
     For each complete chunk the method stores a summary c, a mean of the chunk's keys, weighted by how the chunk's own
     queries attend them (`Summary`; Eq. 1-2 with `summary="values"`). Keys and queries are rotated to their offsets
-    0..L-1. The score of a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the `chunks - 3`
-    best chunks after chunk 0, the last complete chunk, and its own chunk. All of these chunks stand side by side from
-    position 0, so a text of at most `chunks` chunks has full attention.
+    0..L-1. The score of a chunk is `q · c` with the unrotated query (Eq. 3). A query attends chunk 0, the last complete
+    chunks with `local` tokens, the best chunks between, and its own chunk, `chunks` in all. They stand side by side
+    from position 0, so a text of at most `chunks` chunks has full attention.
 
     `share` says which heads sum their scores to choose together: none (`head`, the paper), the query heads of one KV
     head (`group`), or all heads (`layer`). Some knobs are ablations of the paper. `rank` takes the best, the worst
-    or random chunks. With `keep_first=False` chunk 0 is chosen by score alone, with `keep_last=False` the last complete
-    chunk; a query still attends `chunks` chunks. With `fix_head` all heads attend the chunks that the first head chose;
+    or random chunks. With `keep_first=False` chunk 0 is chosen by score alone, with `local=0` the last complete ones;
+    a query still attends `chunks` chunks. With `fix_head` all heads attend the chunks that the first head chose;
     with `fix_layer` all layers attend the first layer's chunks. The paper's `placement` is `side_by_side`.
 
     The preset `paper` has the chunks, the summaries and the choice of the paper, and `released` the values of the
     authors' code for Llama 2. By default chunks are smaller, weights come from keys, and the heads of a KV head choose
-    together: with these SmolLM2-135M found more facts, and a token read less.
+    together: with these SmolLM2-135M found more facts, and a token read less. Small chunks need several `local` ones:
+    without them a question does not see its own words.
 
     Cost: scoring M chunks takes O(H · M · D) per token, and a token attends at most `chunks · L` keys. A chunk's
     summary is G · D numbers; with `summary="values"` H · D.
     """
 
     chunk_size: int | None = knob(None, "tokens of a chunk; none is 8, fewer in a window below 1024", least=1)
-    chunks: int | None = knob(None, "chunks that a query attends; none is what half of the window, or 512 tokens, hold")
+    chunks: int | None = knob(None, "chunks that a query attends; none is what half of the window holds")
     share: Share = knob("group", "which heads choose together: none, a KV head's, or all")
     rank: Literal["top", "last", "random"] = knob("top", "take the best chunks, the worst or random ones")
     keep_first: bool = knob(True, "the first chunk is always attended")
-    keep_last: bool = knob(True, "the last complete chunk is always attended")
+    local: int | None = knob(
+        None, "last tokens before the own chunk, in whole chunks, always attended; none is 1/16 of the window", least=0
+    )
     fix_head: bool = knob(False, "all heads take the choice of the first")
     fix_layer: bool = knob(False, "all layers take the choice of the first")
     summary: Literal["values", "keys"] = knob(
@@ -64,14 +67,21 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
         if self.rank != "top" and self.top_p is not None:
             raise UsageError(f"longheads: top_p takes the best chunks first and rank={self.rank!r} does not: drop one")
         made = filled(self, chunk_size=min(8, max(2, window // 128), max(1, window // 32)))
-        n_tokens = min(window, max(512, window // 2))
-        return super(LongHeads, filled(made, chunks=n_tokens // resolved(made.chunk_size))).resolve(window)
+        size = resolved(made.chunk_size)
+        made = super(LongHeads, filled(made, chunks=max(min(3, window // size), window // (2 * size)))).resolve(window)
+        n_chunks = resolved(made.chunks)
+        made = filled(made, local=max(size, min(window // 16, n_chunks * size // 4)))
+        if n_chunks < (least := 1 + made.selection.n_first + made.selection.n_last):
+            fault = (
+                f"chunks is {n_chunks}; expected {least} or more, for local={made.local} and chunks of {size} tokens"
+            )
+            raise UsageError(f"{made.label}: {fault}: lower local")
+        return made
 
     @cached_property
     def selection(self) -> Selection:
         made, share = super().selection, "layer" if self.fix_head else self.share
-        sinks, local = (made.size if is_kept else 0 for is_kept in (self.keep_first, self.keep_last))
-        budget = replace(made.budget, sinks=sinks, local=local)
+        budget = replace(made.budget, sinks=made.size if self.keep_first else 0, local=self.local)
         return replace(made, budget=budget, share=share, one_layer=self.fix_layer)
 
     @property

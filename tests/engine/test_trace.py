@@ -98,7 +98,7 @@ def test_choices_have_their_scores_and_ranks() -> None:
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [
-        ("longheads", {"chunk_size": 8, "chunks": 5, "keep_first": False, "keep_last": False}),
+        ("longheads", {"chunk_size": 8, "chunks": 5, "keep_first": False, "local": 0}),
         ("quest", {"dense_layers": 1, "page": 4, "budget": 16}),
         ("oracle", {"chunk_size": 8, "keep_first": False}),
         ("esa", {"compress": "none", "sinks": 4, "top_k": 6, "eps": 0}),

@@ -56,7 +56,7 @@ def ids_of(folder: Path, text: str) -> list[int]:
 def same(model: Any, folder: Path) -> lce.Engine:
     """An engine with the file's chunks, and with the paper's summaries, and heads that choose alone."""
     sizes = {"chunk_size": model.config.chunk_size, "chunks": model.config.chunks}
-    paper = lce.methods.LongHeads(**sizes, summary="values", share="head")
+    paper = lce.methods.LongHeads(**sizes, local=sizes["chunk_size"], summary="values", share="head")
     return lce.load(folder, method=paper, dtype="float32")
 
 

@@ -118,7 +118,7 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "delta unrotated": own.Delta(method="infllm:block_size=8:repr_tokens=2:top_k=3:sinks=3:local=20", every=9),
         "delta of chunks": own.Delta(method="longheads:chunk_size=8:chunks=4", every=6, dense_up_to=16),
         "longheads": own.LongHeads(chunk_size=8, chunks=4),
-        "longheads layer": own.LongHeads(chunk_size=8, chunks=4, share="layer", rank="last", keep_last=False),
+        "longheads layer": own.LongHeads(chunk_size=8, chunks=4, share="layer", rank="last", local=0),
         "longheads fixed": own.LongHeads(chunk_size=8, chunks=4, fix_head=True, placement="constant"),
         "quest": own.Quest(page=8, budget=24, dense_layers=0),
         "quest dense": own.Quest(page=8, budget=24, dense_layers=1),

@@ -76,11 +76,11 @@ KNOBS: dict[str, list[dict[str, object]]] = {
     ),
     "longheads": cases(
         "chunk_size=4, chunk_size=8 chunks=3, chunk_size=4 share=group, chunk_size=4 share=layer, "
-        "chunk_size=4 rank=last, chunk_size=4 keep_first=False, chunk_size=8 keep_last=False, "
-        "chunk_size=8 chunks=3 keep_first=False keep_last=False, chunk_size=4 fix_head=True, chunk_size=5 chunks=6, "
+        "chunk_size=4 rank=last, chunk_size=4 keep_first=False, chunk_size=8 local=0, "
+        "chunk_size=8 chunks=3 keep_first=False local=0, chunk_size=4 fix_head=True, chunk_size=5 chunks=6, "
         "chunk_size=4 placement=true, chunk_size=4 placement=constant, "
         "chunk_size=5 chunks=6 placement=constant share=group, chunk_size=4 top_p=0.4 keep_first=False, "
-        "chunk_size=4 summary=values, chunk_size=8 chunks=3 share=head, "
+        "chunk_size=4 chunks=9 local=14, chunk_size=4 summary=values, chunk_size=8 chunks=3 share=head, "
         "chunk_size=5 chunks=6 summary=values share=head, "
         "chunk_size=4 placement=true summary=values"
     ),

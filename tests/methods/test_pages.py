@@ -33,7 +33,7 @@ SAME = {"page": L, "budget": 6 * L, "budget.sinks": L, "budget.local": L}
         ),
         (
             "longheads",
-            "chunks=6 placement=constant summary=values keep_last=no",
+            "chunks=6 placement=constant summary=values local=0",
             "select=summary share=group budget.local=0 placement=constant",
         ),
         ("longheads", "chunks=3 summary=values share=head", "select=summary budget=12"),

@@ -159,8 +159,8 @@ def test_instances_that_are_right_pass() -> None:
     for method in (LongHeads(chunk_size=8), ESA(maps="maps.safetensors"), ESA(maps=None), Knobbed(count=3, share=1)):
         assert as_method(method) is method
     assert as_method("full") == Full()
-    checked: Any = as_method(LongHeads(keep_first=0, keep_last=1))  # type: ignore[arg-type]
-    assert (checked.keep_first, checked.keep_last) == (False, True)
+    checked: Any = as_method(LongHeads(keep_first=0, fix_layer=1))  # type: ignore[arg-type]
+    assert (checked.keep_first, checked.fix_layer) == (False, True)
     assert type(checked.keep_first) is bool
 
 

@@ -25,7 +25,7 @@ def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, siz
     assert fits, (forced.dtype, forced.shape, scores.shape)
     chosen = torch.empty(*scores.shape[:2], min(n, scores.shape[2]), dtype=torch.int64, device=scores.device)
     if chosen.shape[2]:
-        _choose_into((chosen,), scores, forced, n, start, size, False, False, False)
+        _choose_into((chosen,), scores, forced, n, start, size, 0, 0, False)
     return chosen
 
 
@@ -49,8 +49,8 @@ def best_runs(
     n: int,
     *,
     choosers: int | None = None,
-    keep_first: bool = False,
-    keep_last: bool = False,
+    n_first: int = 0,
+    n_last: int = 0,
     least: bool = False,
     own: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -63,8 +63,8 @@ def best_runs(
     heads, or 1. `least` chooses the chunks with the smallest scores.
 
     `position [1]` (int64, on the device) is the query's index, and `position // size` its own chunk. Only chunks before
-    the own chunk are chosen; later rows of `summaries` are not read, so M may be a buffer's capacity. With
-    `keep_first`, the first of these chunks is always chosen; with `keep_last`, the last. There are `min(n, M)` runs in
+    the own chunk are chosen; later rows of `summaries` are not read, so M may be a buffer's capacity. The first
+    `n_first` and the last `n_last` of these chunks are always chosen, together at most n. There are `min(n, M)` runs in
     the order of the text; empty runs (0 and 0) come last. With `own`, one more run is the own chunk up to the query.
 
     Two launches. Bytes moved: the summaries once.
@@ -78,7 +78,7 @@ def best_runs(
     scores = _scored(q[:, None], summaries, choosers, position, size, least)
     first = torch.empty(choosers, min(n, summaries.shape[1]) + own, dtype=torch.int64, device=q.device)
     count = first.new_empty(first.shape)
-    _choose_into((first, count), scores, None, n, position, size, keep_first, keep_last, own)
+    _choose_into((first, count), scores, None, n, position, size, n_first, n_last, own)
     return first, count
 
 
@@ -120,12 +120,12 @@ def _scored(
 
 
 def _choose_into(
-    into: tuple[Tensor, ...], scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, *keep: bool
+    into: tuple[Tensor, ...], scores: Tensor, forced: Tensor | None, n: int, start: int | Tensor, size: int, *keep: int
 ) -> None:
     """Choose up to n ≥ 1 of M ≥ 1 chunks by `scores [C, T, M]`; write ids into one tensor, or runs into two.
 
-    The three flags of `keep` say whether to always choose the first chunk, the last chunk before the query's own chunk,
-    and the own chunk (as a further run).
+    The numbers of `keep` say how many first chunks and how many last chunks before the query's own chunk to always
+    choose, and whether to choose the own chunk (as a further run).
     """
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
@@ -194,9 +194,9 @@ def _choose(scores, forced, into, start, sizes, ROWS: constexpr, BLOCK: constexp
     key = tl.where(score != score, 0xFFFFFFFE, key)
     taken_first = (i < 0) & seen
     if KEEP[0]:
-        taken_first = taken_first | (i == 0)
+        taken_first = taken_first | (i < KEEP[0])
     if KEEP[1]:
-        taken_first = taken_first | (i == own[:, None] - 1)
+        taken_first = taken_first | (i >= own[:, None] - KEEP[1])
     if len(forced):
         named = tl.load(forced[0] + query[:, None] * n_chunks + i, mask=seen, other=0)
         taken_first = taken_first | (named != 0)

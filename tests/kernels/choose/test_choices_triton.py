@@ -48,8 +48,8 @@ def test_scores_of_few() -> None:
     torch.testing.assert_close(choices.scores_of_few(q, bounds).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def decoded(q: Tensor, kept: Tensor, position: int, size: int, n: int, choosers: int, least: bool) -> Tensor:
-    """The definition, on the CPU: what the query at `position` chooses, chunk 0 and the last complete one forced."""
+def decoded(q: Tensor, kept: Tensor, position: int, size: int, n: int, choosers: int, least: bool, last: int) -> Tensor:
+    """The definition, on the CPU: what the query at `position` chooses, chunk 0 and the `last` complete ones forced."""
     seen = min(position // size, kept.shape[1])
     rows = kept[:, :seen].double().repeat_interleave(len(q) // len(kept), 0)
     query = q.double()[:, None]
@@ -59,7 +59,7 @@ def decoded(q: Tensor, kept: Tensor, position: int, size: int, n: int, choosers:
         scores = (query * rows).sum(-1)
     scores = scores.unflatten(0, (choosers, -1)).sum(1) * (-1 if least else 1)
     forced = torch.zeros(1, seen, dtype=torch.bool)
-    forced[:, :1] = forced[:, seen - 1 :] = True
+    forced[:, :1] = forced[:, max(0, seen - last) :] = True
     return cpu.best_chunks(scores[:, None].float(), forced, n, position, size)[:, 0]
 
 
@@ -82,10 +82,11 @@ def test_a_query_chooses_at_any_position_with_the_same_tensors(
         kept[:, position // size :] = torch.nan
         at.fill_(position)
         for own in (False, True):
-            how = {"choosers": choosers, "keep_first": True, "keep_last": True, "least": least, "own": own}
+            last = 1 + own  # one chunk, or two
+            how = {"choosers": choosers, "n_first": 1, "n_last": last, "least": least, "own": own}
             first, count = (x.cpu() for x in choices.best_runs(*on_device(q, kept), at, size, n, **how))
             assert first.shape == count.shape == (choosers, n + own)
-            expected = decoded(q, kept, position, size, n, choosers, least)
+            expected = decoded(q, kept, position, size, n, choosers, least, last)
             chosen = expected.shape[1]
             assert torch.equal(first[:, :chosen], expected.clamp(min=0) * size)
             assert torch.equal(count[:, :chosen], (expected >= 0) * size)

@@ -74,7 +74,7 @@ def test_why_a_head_misses(judge: Judge) -> None:
             assert found["why"] in (None, "budget")
             assert found["reachable"] == pytest.approx(found["recall"], **CLOSE)
             assert (found["why"] is None) == (found["recall"] >= 0.9)
-    worst = {"chunk_size": size, "chunks": n, "rank": "last", "keep_first": False, "keep_last": False}
+    worst = {"chunk_size": size, "chunks": n, "rank": "last", "keep_first": False, "local": 0}
     looks = looks_at("longheads", worst, LOOKED, judge).values()
     assert "selection" in [found["why"] for look in looks for found in look["layers"][0]["heads"]]
 
