@@ -215,7 +215,7 @@ def longheads(
 ) -> Tables:
     """Define LongHeads, query by query and head by head."""
     size = chunk_size or min(8, max(2, text.window // 128), max(1, text.window // 32))
-    budget = chunks or max(min(3, text.window // size), text.window // (2 * size))
+    budget = chunks or max(min(8, text.window // size), text.window // (2 * size))
     n_last = math.ceil((max(size, min(text.window // 16, budget * size // 4)) if local is None else local) / size)
     scores = longheads_scores(text, size, placement, summary)
 

@@ -46,13 +46,11 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
     """
 
     chunk_size: int | None = knob(None, "tokens of a chunk; none is 8, fewer in a window below 1024", least=1)
-    chunks: int | None = knob(None, "chunks that a query attends; none is what half of the window holds")
+    chunks: int | None = knob(None, "chunks that a query attends; none is what half of the window holds, or 8")
     share: Share = knob("group", "which heads choose together: none, a KV head's, or all")
     rank: Literal["top", "last", "random"] = knob("top", "take the best chunks, the worst or random ones")
     keep_first: bool = knob(True, "the first chunk is always attended")
-    local: int | None = knob(
-        None, "last tokens before the own chunk, in whole chunks, always attended; none is 1/16 of the window", least=0
-    )
+    local: int | None = knob(None, "last tokens always attended, in whole chunks; none is 1/16 of the window", least=0)
     fix_head: bool = knob(False, "all heads take the choice of the first")
     fix_layer: bool = knob(False, "all layers take the choice of the first")
     summary: Literal["values", "keys"] = knob(
@@ -68,7 +66,7 @@ class LongHeads(SelectiveMethod, promises={"counted": (*ATTENDING, "choose", "sc
             raise UsageError(f"longheads: top_p takes the best chunks first and rank={self.rank!r} does not: drop one")
         made = filled(self, chunk_size=min(8, max(2, window // 128), max(1, window // 32)))
         size = resolved(made.chunk_size)
-        made = super(LongHeads, filled(made, chunks=max(min(3, window // size), window // (2 * size)))).resolve(window)
+        made = super(LongHeads, filled(made, chunks=max(min(8, window // size), window // (2 * size)))).resolve(window)
         n_chunks = resolved(made.chunks)
         made = filled(made, local=max(size, min(window // 16, n_chunks * size // 4)))
         if n_chunks < (least := 1 + made.selection.n_first + made.selection.n_last):

@@ -109,8 +109,8 @@ def test_an_engine_is_not_changed_by_use(engine: lce.Engine) -> None:
 
 def test_an_engine_says_what_it_is(tiny_model: Path) -> None:
     assert repr(lce.load(tiny_model, "longheads", block=16, device="cpu")) == (
-        "Engine(LongHeads(chunk_size=2, chunks=32, placement='side_by_side', top_p=None, share='group', rank='top', "
-        "keep_first=True, keep_last=True, fix_head=False, fix_layer=False, summary='keys'), window=64, block=16, "
+        "Engine(LongHeads(chunk_size=2, chunks=16, placement='side_by_side', top_p=None, share='group', rank='top', "
+        "keep_first=True, local=4, fix_head=False, fix_layer=False, summary='keys'), window=64, block=16, "
         "cpu, torch.float32)"
     )
 

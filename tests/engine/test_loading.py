@@ -75,7 +75,7 @@ def test_contexts_are_tied_to_the_numbers_of_the_config(tmp_path: Path) -> None:
 def test_the_window_may_be_overridden(tiny_model: Path) -> None:
     engine = lce.load(tiny_model, "longheads", window=32)
     assert engine.window == 32
-    assert engine.method == LongHeads(chunk_size=1, chunks=32)
+    assert engine.method == LongHeads(chunk_size=1, chunks=16, local=2)
 
 
 def test_rope_may_be_overridden(tiny_model: Path) -> None:

@@ -732,11 +732,12 @@ def test_an_opened_context_goes_on_beside_a_gpu_and_is_saved_again(
 ) -> None:
     """Its pools grow while it generates; it is forked, saved and opened, with the tokens of a context in memory."""
     no_gpu(monkeypatch, "last first", slab=2048)
-    plain = lce.load(tiny_model, "longheads", attention="torch", block=16)
+    method = lce.methods.LongHeads(chunks=32)
+    plain = lce.load(tiny_model, method, attention="torch", block=16)
     with monkeypatch.context() as patch:
         patch.setattr("lce.engine.sizing.CacheLayout", LateDevice)
         budgets = {"kv_device_budget": 80_000, **({"spill_dir": tmp_path, "kv_host_budget": 20_000} if spill else {})}
-        late = lce.load(tiny_model, "longheads", attention="torch", block=16, **budgets)
+        late = lce.load(tiny_model, method, attention="torch", block=16, **budgets)
     found = []
     for engine in (plain, late):
         engine.prefill(tokens(250)).save(tmp_path / "first.lce", force=True)

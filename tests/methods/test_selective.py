@@ -191,7 +191,7 @@ def test_choices_of_ones_own_are_not_plain(triton_gpus: Gpus, monkeypatch: pytes
     q, at = torch.zeros(4, 1, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     rope = Rope(RopeConfig(), 16, WINDOW)
     step = DeviceStep(at, 64, rope=rope, attention=Attention.choose("torch"), window=WINDOW, n_kv_heads=2)
-    for method in made:
+    for method in [each.resolve(WINDOW) for each in made]:
         layer = KVCache.empty(layout_for(method, 4, torch.zeros(2, 8, 16, device="cuda"), 8, Budgets())).layers[0]
         layer.state["summaries"].write(torch.zeros(4, 2, 16, device="cuda"), 0)  # type: ignore[attr-defined]
-        assert plain_runs(method.resolve(WINDOW).selection, q, layer, step, own=True) is None
+        assert plain_runs(method.selection, q, layer, step, own=True) is None

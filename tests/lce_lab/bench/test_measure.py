@@ -23,7 +23,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_method_and_length(tiny_model: Path) -> None:
     told: list[tuple[int, int]] = []
-    method = lce.methods.LongHeads(chunk_size=8, chunks=4)
+    method = lce.methods.LongHeads(chunk_size=8, chunks=4, local=8)
     tell = lambda done, total: told.append((done, total))  # noqa: E731
     how = {"lengths": [16, "40"], "repeats": 2, "new_tokens": 3, "profile": True}
     report = bench(tiny_model, ["full", method], progress=tell, **how)

@@ -110,8 +110,8 @@ def test_maps_that_lie_beside_a_model_serve_the_changes_but_a_smaller_window() -
 @pytest.mark.parametrize(
     ("name", "knobs", "expected"),  # how many changes of each cause: selection, budget, placement, window
     [
-        ("longheads", {}, (1, 0, 1, 1)),  # all of the window is in use side by side
-        ("longheads", {"top_p": 0.5}, (1, 1, 1, 1)),
+        ("longheads", {}, (1, 1, 1, 1)),  # half of the window is in use side by side
+        ("longheads", {"top_p": 0.5}, (1, 2, 1, 1)),
         ("longheads", {"placement": "constant", "chunks": 16}, (1, 3, 1, 1)),
         ("esa", {"compress": "none"}, (1, 4, 2, 1)),
         ("quest", {}, (1, 3, 2, 0)),

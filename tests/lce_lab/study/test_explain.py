@@ -210,8 +210,10 @@ def test_a_name_alone_shows_the_idea(name: str) -> None:
 
 
 def test_what_a_name_stands_for() -> None:
-    assert explain("longheads").method == make("longheads", {"chunk_size": 2, "chunks": 6})
-    assert explain("longheads", knobs={"chunk_size": "3"}).method == make("longheads", {"chunk_size": 3, "chunks": 4})
+    assert explain("longheads").method == make("longheads", {"chunk_size": 2, "chunks": 6, "local": 2})
+    assert explain("longheads", knobs={"chunk_size": "3"}).method == make(
+        "longheads", {"chunk_size": 3, "chunks": 4, "local": 3}
+    )
     assert explain("longheads", window=64).method == make("longheads").resolve(64)
     assert (explain("infllm").block, explain("infllm", block=2).block) == (3, 2)
     with pytest.raises(UsageError, match="2 chunks of 256 tokens"):

@@ -62,7 +62,7 @@ def test_a_recording_is_what_was_run(recorded: dict[str, Any], tiny_model: Path)
     assert set(range(len(ids) - 4, n)) <= set(run["looked"])
     assert {int(query) for segment in run["segments"] for query in segment["looks"]} == set(run["looked"])
     assert all(always_of(run, 1, query) == [[query // 4 * 4, query + 1]] for query in range(n))
-    assert (run["knobs"]["chunk_size"], run["label"]) == (4, "longheads(chunk_size=4, chunks=6)")
+    assert (run["knobs"]["chunk_size"], run["label"]) == (4, "longheads(chunk_size=4, chunks=6, local=4)")
     assert (run["first"], run["chunk_size"], run["choosers"], run["k"]) == (0, 4, 2, 5)
     assert (run["window"], run["placement"]) == (64, "side_by_side")
     assert json.loads(json.dumps(recorded, allow_nan=False)) == recorded

@@ -23,10 +23,10 @@ def test_a_page_and_its_recording(tiny_model: Path, tmp_path: Path) -> None:
     assert result.stdout == ""
     found = json.loads(recording.read_text())
     assert json.loads(page.read_text().partition('id="lce-recording">')[2].partition("</script>")[0]) == found
-    labels = ["longheads(chunk_size=4, chunks=4)", "dca(chunk_size=48, far=63)"]
+    labels = ["longheads(chunk_size=4, chunks=4, local=4)", "dca(chunk_size=48, far=63)"]
     assert ([run["label"] for run in found["runs"]], len(found["marks"])) == (labels, 9)
     lines = result.stderr.splitlines()
-    assert lines[0].startswith("longheads(chunk_size=4, chunks=4): ")
+    assert lines[0].startswith("longheads(chunk_size=4, chunks=4, local=4): ")
     assert lines[-1].startswith(f"{page}: ")
     assert_error(run(*args, "--out", page), 2, "exists")
     ran(*args, "--out", page, "--force", "--quiet")
