@@ -21,7 +21,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 .PHONY: demo smollm2 qwen test test-slow test-v3 check docs pictures gpu tour venv
 
 demo: $(VENV)/runtime.stamp
-	$(BIN)/lce generate --model demo --method auto --prompt-file examples/haystack.txt
+	$(BIN)/lce generate --model demo --method longheads --prompt-file examples/haystack.txt
 
 # A fact, then a real text: Python's own language reference, which comes with Python. 10,141 tokens, for a window of 8,192.
 FACT := The best thing to do in San Francisco is

@@ -190,6 +190,8 @@ def renewed(method: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = RENAMED.get(method, {})
     found = {names.get(key, key): value for key, value in knobs.items() if key not in names or value is not None}
+    if method == "longheads" and "keep_last" in found:  # the last chunk, or none
+        found["local"] = found.get("chunk_size") if found.pop("keep_last") else 0
     if method == "delta":  # two of its knobs spell methods
         found |= {key: _respelled(found[key]) for key in ("method", "dense") if isinstance(found.get(key), str)}
     return found

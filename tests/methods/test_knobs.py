@@ -85,6 +85,8 @@ def test_a_context_file_of_before_has_the_same_method() -> None:
         "share=head",
         "every": 9,
     }
+    for kept, local in ((True, 8), (False, 0)):
+        assert renewed("longheads", {"chunk_size": 8, "keep_last": kept}) == {"chunk_size": 8, "local": local}
     assert all(renewed(name, knobs) == knobs for name, knobs in CASES if name != "pages")
 
 
