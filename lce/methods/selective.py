@@ -232,6 +232,10 @@ class SelectiveMethod(ChunkMethod, promises=BY_HOOKS):
         """Half of the tokens that a query attends, 512 to 2,048. In larger blocks more queries share a chosen chunk."""
         return max(512, min(2048, resolved(self.chunks) * self.selection.size // 2))
 
+    @property
+    def access(self) -> AccessPattern:
+        return replace(super().access, local=self.selection.size)
+
     def limit(self, window: int, sliding_window: int | None = None) -> int | None:
         return window if self.placement == "true" else None
 
