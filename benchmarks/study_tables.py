@@ -62,6 +62,7 @@ def read(folder: Path, kinds: Sequence[str] = ()) -> dict[str, Study]:
         rope = engine_parts(sample)[1].get("rope")
         name = names[engine_key(sample)]
         name += f" rope={rope}" if rope and " rope=" not in name else ""  # also where other knobs tell rows apart
+        name += f" read={reader}" if (reader := sample.get("read_by")) else ""
         study, place = found[models[str(sample["model"])]], (name, sample["length"])
         if isinstance(line, Answer) and (not kinds or line.kind in kinds):
             study.answers[place][str(line.prompt)] = line
