@@ -23,8 +23,9 @@ def choice_for(length: int | None, model: ModelFacts) -> Choice:
 
     Whatever advises a method asks this function: `auto`, plans, warnings, refusals and `lce recommend`.
     """
-    reach, table = _reach(model, length), (x for x in table_for(model.config) if may_take(x, model))
-    usual = next(x for x in table if x.windows is None or (length is not None and length <= x.windows * reach))
+    reach, table = _reach(model, length), table_for(model.config, model.named)
+    usable = (x for x in table if may_take(x, model))
+    usual = next(x for x in usable if x.windows is None or (length is not None and length <= x.windows * reach))
     usual, some = usual.at(model.window), list[Measurement]()
     if length is None or length <= reach or "rope" in model.named or not model.source.has_weights:
         return usual

@@ -1,7 +1,7 @@
 """What was measured best by texts' lengths, a table for each measured model, and what `lce recommend` asks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,12 +59,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured best on one model, by length. Choices that change what a user named are passed over."""
+    """What was measured best on one model, by length. Choices that change what a user named are passed over.
+
+    Those of `own` come first, for a model with the architecture, the window and the hidden size of the measured one.
+    """
 
     architecture: str
     window: int
     hidden_size: int
     choices: Sequence[Choice]
+    own: Sequence[Choice] = ()
 
     def distance(self, config: ModelConfig) -> float:
         """Return how much another model's window and hidden size differ: the sum of the ratios' logarithms."""
@@ -80,6 +84,10 @@ SMOLLM2 = (
     Choice("self_extend", windows=6, reason="SmolLM2-135M found most facts in two and three windows with it"),
     ANY,
 )
+LAST_QUARTER = (
+    replace(EXACT, windows=3 / 4),
+    Choice("rerope", windows=1, reason="SmolLM2-135M fails at the largest distances of its window, which it avoids"),
+)
 QWEN = (
     EXACT,
     Choice("full", rope="yarn", reason="Qwen2.5-Coder-1.5B found all facts in two and four windows with it"),
@@ -87,7 +95,7 @@ QWEN = (
     ANY,
 )
 TABLES = (
-    Table("LlamaForCausalLM", 8192, 576, SMOLLM2),
+    Table("LlamaForCausalLM", 8192, 576, SMOLLM2, own=LAST_QUARTER),
     Table("Qwen2ForCausalLM", 32768, 1536, QWEN),
 )
 # What `lce recommend` asks, in this order: those that read a text fastest first, and of these those that find most.
@@ -99,7 +107,12 @@ CANDIDATES = (
 )
 
 
-def table_for(config: ModelConfig) -> Sequence[Choice]:
-    """Return the table of the nearest measured model: of the same family if one is, else of any; see `distance`."""
+def table_for(config: ModelConfig, named: Collection[str] = ()) -> Sequence[Choice]:
+    """Return the table of the nearest measured model: of the same family if one is, else of any; see `distance`.
+
+    The measured model itself has its `own` choices too, if the user named no window or scaling.
+    """
     same = [table for table in TABLES if table.architecture == config.architecture]
-    return min(same or TABLES, key=lambda table: table.distance(config)).choices
+    table = min(same or TABLES, key=lambda table: table.distance(config))
+    is_own = same and not named and not table.distance(config)
+    return (*table.own, *table.choices) if is_own else table.choices

@@ -7,7 +7,7 @@ import pytest
 
 import lce
 from lce.methods.auto import choice_for
-from lce.methods.choices import ANY, CANDIDATES, QWEN, SMOLLM2, TABLES, Table, table_for
+from lce.methods.choices import ANY, CANDIDATES, LAST_QUARTER, QWEN, SMOLLM2, TABLES, Table, table_for
 from tests.advising import advised, asked
 from tests.checkpoints import save_tiny
 from tests.command import assert_error, run
@@ -24,7 +24,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.architecture)
 def test_choices_are_methods_with_valid_knobs(table: Table) -> None:
-    for each in (*table.choices, *CANDIDATES):
+    for each in (*table.own, *table.choices, *CANDIDATES):
         assert each.make().resolve(8192).name == each.method
 
 
@@ -51,6 +51,11 @@ def test_a_table_is_of_the_family_else_of_the_nearest_model(tiny_model: Path, qw
     llama, qwen2 = asked(tiny_model).config, asked(qwen).config
     assert (table_for(llama), table_for(replace(llama, window=131_072))) == (SMOLLM2, SMOLLM2)
     assert (table_for(qwen2), table_for(replace(qwen2, window=4096))) == (QWEN, QWEN)
+    smollm2 = replace(llama, window=8192, hidden_size=576)
+    assert table_for(smollm2) == (*LAST_QUARTER, *SMOLLM2)
+    model = replace(asked(tiny_model), config=smollm2, window=8192)
+    assert [choice_for(n, model).method for n in (6144, 6145, 8192)] == ["full", "rerope", "rerope"]
+    assert choice_for(8192, replace(model, named=frozenset({"window"}))).method == "full", "as the user wants it"
     other = replace(llama, architecture="MistralForCausalLM")
     assert table_for(replace(other, window=8192, hidden_size=576)) == SMOLLM2
     assert table_for(replace(other, window=32_768, hidden_size=4096)) == QWEN
