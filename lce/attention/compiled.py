@@ -12,8 +12,11 @@ from lce.attention.tiles import Tiles
 from lce.attention.torch import Torch
 from lce.attention.turn import SlotTurns, Turn
 from lce.kernels.dense import attention
+from lce.kernels.product.panels import has_tiles
 from lce.kernels.runtime.kernel import DTYPES
 from lce.profiling import count_dense, count_routed, section
+
+LEAST_READ, WIDE = 32, 1024  # queries, and a window, for which PyTorch's kernel is faster with AMX
 
 
 class Compiled(Torch):
@@ -44,6 +47,8 @@ class Compiled(Torch):
     ) -> Attended:
         if not q.shape[1] or not k.shape[1] or self.kernels(q, k, v, *(turn or ())) is not attention:
             return super().dense(q, k, v, causal, window, turn, order)
+        if _by_tiles(q, k, window, order):
+            return Torch().dense(q, k, v, causal, window, turn, order)
         with section("attention", count_dense, q, k, v, causal, window, order.unseen):
             return attention.dense_attention(q, k, v, causal, window, *(turn or (None, None)), *astuple(order))
 
@@ -79,3 +84,9 @@ class Compiled(Torch):
             for some in tiles:
                 found.add(some.k, some.v, some.index)
             return found.finish()
+
+
+def _by_tiles(q: Tensor, k: Tensor, window: int | None, order: Order) -> bool:
+    """Return whether PyTorch's kernel is faster, 2 to 6 times: for many read tokens, if it multiplies by AMX."""
+    many = q.shape[1] >= LEAST_READ and not order.generated and (window is None or window >= min(WIDE, k.shape[1]))
+    return many and q.dtype is k.dtype and has_tiles(q.dtype)

@@ -1,5 +1,7 @@
 """The backend of PyTorch's flash kernels, on CPUs and on CUDA."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from lce.attention.tiles import SlotQueries
 from lce.attention.turn import Turn, rotate
 
 FEW_ROWS = 4  # the largest number of query rows of a tile that a CPU computes by plain batched products
+MASKED = 1024  # queries of a call with a window on a CPU
 MOST_BLOCKS = 65_535  # the largest size of a CUDA grid along its second and third axis
 
 
@@ -30,8 +33,10 @@ class Torch(Attention):
         if flash_takes(q):
             return self._flash_of_all_heads(q, k, v, causal, window)
         (n_heads, n_queries, dim), (n_kv_heads, n_keys, _) = q.shape, k.shape
-        if q.is_cuda or (causal and window is not None and window < n_keys):
+        if q.is_cuda:
             return softmax_of_slices(q, k, v, causal, window)
+        if causal and window is not None and window < n_keys:
+            return join([_windowed(some, k[:, :n], v[:, :n], window) for some, n in _ends(q, n_keys)], 1)
         if not causal or n_queries == 1:  # all queries see all keys: query heads that share keys are rows of a problem
             out, lse = _flash_cpu(q.reshape(n_kv_heads, 1, -1, dim), k[:, None], v[:, None])
             return out.view(q.shape), lse.view(q.shape[:-1])
@@ -125,7 +130,40 @@ def _dense_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Attended:
-    """Call PyTorch's CPU flash kernel: `q [B, heads, T, D]`, `k v [B, heads, N, D]`; causal: query t sees keys 0..t."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+def _ends(q: Tensor, n_keys: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield up to `MASKED` queries at a time, and the number of keys that the last of them sees, causally."""
+    stop = n_keys - q.shape[1]
+    for some in q.split(MASKED, dim=1):
+        stop += some.shape[1]
+        yield some, stop
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Attended:
+    """Attend causally in a window on a CPU: `q [H, T, D]`, `k v [G, N, D]`. Only keys that some miss have a mask."""
+    (n_heads, n_queries, dim), (n_kv_heads, n_keys, _) = q.shape, k.shape
+    own, last = n_keys - n_queries, n_keys - window  # the own key of query 0, the first key of the last query
+    first = max(0, own - window + 1)
+    keys = torch.arange(first, n_keys)
+    keys, found = keys[(keys < last) | (keys > own)], list[Attended]()
+    if last <= own:
+        every = (x[:, None, max(last, 0) : own + 1] for x in (k, v))
+        out, lse = _flash_cpu(q.reshape(n_kv_heads, 1, -1, dim), *every)
+        found.append((out.view(q.shape), lse.view(n_heads, n_queries)))
+    if len(keys):
+        at = torch.arange(own, n_keys)[:, None]
+        mask = torch.zeros(n_queries, len(keys), dtype=q.dtype)
+        mask = mask.masked_fill_((keys > at) | (keys <= at - window), -torch.inf)
+        some = (x[:, keys][:, None].expand(-1, n_heads // n_kv_heads, -1, -1) for x in (k, v))
+        out, lse = _flash_cpu(q.unflatten(0, (n_kv_heads, -1)), *some, mask=mask)
+        found.append((out.flatten(0, 1), lse.flatten(0, 1)))
+    return combine(found)
+
+
+def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Attended:
+    """Call PyTorch's CPU flash kernel: `q [B, heads, T, D]`, `k v [B, heads, N, D]`; causal: query t sees keys 0..t.
+
+    The `mask [T, N]` is added to scores.
+    """
+    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = run(q, k, v, 0.0, causal, attn_mask=mask)
     return out, lse.float().contiguous()

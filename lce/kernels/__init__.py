@@ -7,7 +7,7 @@ kernels for GPUs with their calls. Bodies are imported only where a kernel is co
 |---------------|------------------------------------------------------------------------|--------------------------|
 | `product`     | few rows of a step: `products`, `quantised`; rows that are read:       | `products`, up to 4 rows |
 |               | `panels`, in bfloat16 with AVX512_BF16; PyTorch with AMX               | else PyTorch             |
-| `dense`       | `attention`                                                            | `attention`              |
+| `dense`       | `attention`; for read tokens in bfloat16 with AMX PyTorch              | `attention`              |
 | `routed`      | `attention` of `dense`                                                 | `attention`, `decoding`  |
 | `rows`        | `rows`, in bfloat16 with AVX512_BF16; `int8_rows`                      | `rows`                   |
 | `merge`       | `merging`                                                              | `merging`                |

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.attention import Attention, Tiles, Turn, combine, merge
+from lce.attention import Attention, Order, Tiles, Turn, combine, compiled, merge, rotate
 from tests.attention.truth import HEADS, assert_same, dense, random, routed, routed_vectors, slots, turns_of, vectors
 from tests.depth import pairs
 
@@ -42,6 +42,17 @@ def test_dense(
     part = Attention.choose(name).dense(*(x.to(device) for x in (q, k, v)), *seen)
     assert part[0].dtype == dtype
     assert_same(part, dense(q, k, v, *seen), HALF.get(dtype, 3e-5 if device == "cpu" else 1e-4))
+
+
+@pytest.mark.parametrize("seen", SEEN, ids=str)
+def test_read_tokens_with_amx(seen: tuple[bool, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled backend takes PyTorch's kernel for them, for rotated queries and keys that no query sees too."""
+    monkeypatch.setattr(compiled, "has_tiles", lambda dtype: dtype is torch.bfloat16)
+    q, k, v = (x.bfloat16() for x in vectors(6, 2, 40, 64, 16))
+    turn = Turn(*(x.flatten(0, 1) for x in turns_of(40, 1, torch.bfloat16)))
+    part = Attention.choose("compiled").dense(q, k, v, *seen, turn, Order(unseen=3))
+    truth = dense(rotate(q, turn), k[:, 3:], v[:, 3:], *seen)
+    assert_same(part, truth, HALF[torch.bfloat16])
 
 
 @pytest.mark.parametrize("name", BACKENDS)

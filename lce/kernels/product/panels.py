@@ -55,6 +55,14 @@ def slow_dtypes() -> frozenset[torch.dtype]:
 
 
 @cache
+def has_tiles(dtype: torch.dtype) -> bool:
+    """Return whether PyTorch multiplies matrices of a dtype by the processor's tiles (AMX)."""
+    return (
+        dtype is torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16", False) and dtype not in slow_dtypes()
+    )
+
+
+@cache
 def arithmetic(dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype in which `product` multiplies weights of a dtype; None where PyTorch is faster.
 
@@ -63,8 +71,7 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype | None:
     if dtype not in DTYPES:
         return None
     if dtype is torch.bfloat16 and levels.current().has("avx512bf16"):
-        tiles = torch.cpu.get_capabilities().get("amx_bf16") and dtype not in slow_dtypes()
-        return None if tiles else dtype
+        return None if has_tiles(dtype) else dtype
     return torch.float32 if dtype is torch.float32 or dtype in slow_dtypes() else None
 
 

@@ -164,6 +164,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     def forget() -> None:
         panels.slow_dtypes.cache_clear()
         panels.arithmetic.cache_clear()
+        panels.has_tiles.cache_clear()
 
     yield pretend
     forget()
