@@ -1,7 +1,7 @@
 """Reads a document once with one method, and asks its questions with many: what their choices alone cost.
 
     python benchmarks/study_shared.py --model MODEL.gguf --essays ESSAYS --length 2 --read "full rope=yarn" \
-        --methods "full;pages placement=true budget=8192;longheads placement=true" --attention torch
+        --methods "full;pages placement=true budget=8192;longheads placement=true"
 
 The rows of `--methods` are asked as `lce eval run --mode shared` asks: each reads the question's own tokens, and writes
 the answer. But the document's keys are those that the method of `--read` made, and each row keeps of them, while they
@@ -154,7 +154,6 @@ def main() -> None:
     parser.add_argument("--read", default="full", help="the method that reads, and its rope=")
     parser.add_argument("--methods", required=True, help="the rows that answer, separated by ';'")
     parser.add_argument("--tail", type=int, default=2048, help="last tokens of the document, whose perplexity is noted")
-    parser.add_argument("--attention", default="auto", help="of lce, for the reading; torch is fastest with AMX")
     args = parser.parse_args()
     record = Path(args.record or HERE / "record" / "study" / Path(args.model).stem)
     record.mkdir(parents=True, exist_ok=True)
@@ -165,7 +164,7 @@ def main() -> None:
     if rope and length > plain.window:
         loading |= {"rope": rope, "rope_factor": length / plain.window}
     reading = Read(method_of(" ".join(word for word in args.read.split() if not word.startswith("rope="))))
-    reader = lce.load(args.model, reading, **{**loading, "attention": args.attention})
+    reader = lce.load(args.model, reading, **loading)
     rows = {row.strip(): lce.load(args.model, method_of(row), **loading) for row in args.methods.split(";")}
     assert isinstance(reader.method, Read)
 
