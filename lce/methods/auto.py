@@ -1,7 +1,8 @@
 """The method `auto`, and all advice on methods: what was measured best for a text's length, on this model or another.
 
-Within the window it is `full`. Beyond it, it is what `lce recommend` found on this model in texts about as long, if it
-was asked; else the choice for the length in the table of the nearest measured model.
+Within the window it is `full`, unless the measured model itself fails at the window's largest distances. Beyond it, it
+is what `lce recommend` found on this model in texts about as long, if it was asked; else the choice for the length in
+the table of the nearest measured model.
 """
 
 import math
