@@ -102,18 +102,20 @@ class Sharing:
         return context_of(self.rows[row].setup, self.held[kind(row)])
 
     def read(self, document: list[int], length: int) -> None:
+        """Read a document for all rows, and score its tail by each row before the reader goes on."""
         self.held.clear()
+        tail = min(self.tail, len(document) // 2)
         engines = {kind(row): engine for row, engine in self.rows.items()}
         held = {name: new_context(engine.setup, length) for name, engine in engines.items()}
         self.reading.followers[:] = [Follower(engines[name].method, each.cache) for name, each in held.items()]
         started = time.perf_counter()
-        with self.reader.prefill(document[: -self.tail], length=length) as context:
+        with self.reader.prefill(document[:-tail], length=length) as context:
             print(f"{len(context):,} tokens read in {time.perf_counter() - started:.0f} s", flush=True)
             self.hold(held, context.token_ids)
             for row in self.rows:
-                self.score(row, document)
+                self.score(row, document, tail)
             self.held.clear()
-            self.reader.prefill(document[-self.tail :], context=context)
+            self.reader.prefill(document[-tail:], context=context)
         self.document = document
         self.hold(held, document)
 
@@ -121,10 +123,10 @@ class Sharing:
         """Hold what the followers kept of the tokens `ids`."""
         self.held = {name: replace(each.data, token_ids=ids, only_read=len(ids)) for name, each in held.items()}
 
-    def score(self, row: str, document: list[int]) -> None:
-        """Score the document's last tokens, as a row predicts them."""
+    def score(self, row: str, document: list[int], tail: int) -> None:
+        """Score the last `tail` tokens of a document, as a row predicts them."""
         with context_of(self.rows[row].setup, self.held[kind(row)]).fork() as context:
-            nll = -self.rows[row].score(document[-self.tail :], context=context).logprobs.double()
+            nll = -self.rows[row].score(document[-tail:], context=context).logprobs.double()
         print(f"{row}: perplexity {nll.mean().exp():.3f} of the last {len(nll):,} tokens", flush=True)
         self.note(row, document, nll)
 
@@ -135,6 +137,7 @@ def kind(row: str) -> str:
 
 
 def method_of(row: str) -> lce.Method:
+    """Return the method of a row, which has its name and knobs."""
     name, *words = row.split()
     return lce.methods.make(name, dict(word.split("=", 1) for word in words))
 

@@ -86,7 +86,7 @@ SMOLLM2 = (
 )
 LAST_QUARTER = (
     replace(EXACT, windows=3 / 4),
-    Choice("rerope", windows=1, reason="SmolLM2-135M fails at the largest distances of its window, which it avoids"),
+    Choice("rerope", windows=1, reason="rerope avoids the largest distances, at which SmolLM2-135M fails"),
 )
 QWEN = (
     EXACT,

@@ -6,6 +6,7 @@ import pytest
 import study_shared
 
 import lce
+from lce.methods import knob_values
 from lce_lab.eval.record import Answer, Loss, Record
 from lce_lab.eval.running import Asking, Shard, answers
 from lce_lab.eval.suite import MadeSuite, make_tasks
@@ -21,11 +22,11 @@ def test_a_row_answers_as_if_it_had_read_alone(reader: str, tmp_path: Path, monk
     monkeypatch.setattr("sys.argv", [*words, "--read", reader, "--methods", ROWS])
     study_shared.main()
     kept = list(Record(tmp_path / "answers.jsonl").items())
-    own = [line for _, sample, line in kept if isinstance(line, Answer) and _is_of(line, reader)]
     suite = MadeSuite(samples=2, questions=3, filler=f"essays:{tmp_path}", asking=Asking("shared", Shard(1, 2)))
     (task,) = make_tasks(["several_facts"])
     engine = lce.load("demo", study_shared.method_of(reader), dtype="float32")
-    made = suite.make(engine, task, 768)
+    made, mine = suite.make(engine, task, 768), (engine.method.label, knob_values(engine.method))
+    own = [line for _, _, line in kept if isinstance(line, Answer) and (line.method, line.knobs) == mine]
     alone = answers(engine, made, setting=suite.setting(task, 768), asking=suite.asking)
     assert [line.answer for line in own] == [answer.answer for _, answer in alone]
     assert len(kept) == 3 * len(ROWS.split(";"))
@@ -33,13 +34,5 @@ def test_a_row_answers_as_if_it_had_read_alone(reader: str, tmp_path: Path, monk
     assert [loss.tokens for loss in losses] == [256, 44] * len(ROWS.split(";"))
     document = engine.tokenizer.encode(made[3].beginning)
     scores = engine.score(document, first=len(document) - 300).logprobs
-    mine = sum(loss.nll for loss in losses if _is_of(loss, reader))
-    assert mine == pytest.approx(-float(scores.sum()), rel=1e-4)
-
-
-def _is_of(line: Answer | Loss, row: str) -> bool:
-    name, *knobs = row.split()
-    budget = dict(word.split("=") for word in knobs).get("budget")
-    return line.method == name and (
-        budget is None or f"budget={budget}" in str(line.knobs).replace("'budget': ", "budget=")
-    )
+    nll = sum(loss.nll for loss in losses if (loss.method, loss.knobs) == mine)
+    assert nll == pytest.approx(-float(scores.sum()), rel=1e-4)
