@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--task", default="facts_medley")
     parser.add_argument("--questions", type=int, default=44)
+    parser.add_argument("--kinds", help="of the questions, those of these kinds, separated by commas [default: all]")
     parser.add_argument("--read", default="full", help="the method that reads, and its rope=")
     parser.add_argument("--methods", required=True, help="the rows that answer, separated by ';'")
     parser.add_argument("--tail", type=int, default=2048, help="last tokens of the document, whose perplexity is noted")
@@ -181,6 +182,7 @@ def main() -> None:
 
     sharing = Sharing(reader, reader.method, rows, args.tail, note)
     (task,) = make_tasks([args.task])
+    differs = {"read_by": args.read} | ({"kinds": args.kinds} if args.kinds else {})
     for document in map(int, args.documents.split(",")):
         asking = Asking("shared", Shard(document, args.samples))
         suite = MadeSuite(
@@ -190,9 +192,9 @@ def main() -> None:
             questions=args.questions,
             asking=asking,
         )
-        made = suite.make(plain, task, length)
+        made = [x for x in suite.make(plain, task, length) if not args.kinds or x.kind in args.kinds.split(",")]
         for row, engine in rows.items():
-            how: dict[str, Any] = {"setting": suite.setting(task, length) | {"read_by": args.read}, "asking": asking}
+            how: dict[str, Any] = {"setting": suite.setting(task, length) | differs, "asking": asking}
             engine.prefill = lambda ids, length, progress, row=row: sharing.context(row, ids, length)  # type: ignore
             how |= {"record": Record(record / "answers.jsonl"), "about": {"checkpoint": Path(args.model).name}}
             started = time.perf_counter()

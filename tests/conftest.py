@@ -57,10 +57,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeds() -> None:
+def _seeds() -> Iterator[None]:
     torch.set_num_threads(1)
     random.seed(0)
     torch.manual_seed(0)
+    yield
+    assert not torch.is_inference_mode_enabled(), "a test ended in inference mode: the next would learn nothing"
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lce
 from lce.methods import Full, LongHeads
@@ -25,6 +26,7 @@ ENGINES: dict[str, tuple[Any, dict[str, str]]] = {
     "in tiers": (LongHeads(chunk_size=8, chunks=4), {"kv_host_budget": "48KiB"}),
 }
 RUNS = 250  # of each call and engine
+HEALED: list[torch.inference_mode] = []  # each ends an inference mode that an interruption left on, until it is freed
 
 
 Alarm = Callable[[float, Callable[[], object]], KeyboardInterrupt | None]
@@ -53,6 +55,10 @@ def alarm() -> Iterator[Alarm]:
         yield run
     finally:
         signal.signal(signal.SIGALRM, before)
+        gc.collect()
+        if torch.is_inference_mode_enabled():  # PyTorch's, if a signal comes while one begins or ends within another
+            HEALED.append(torch.inference_mode(False))
+            HEALED[-1].__enter__()
 
 
 class Calls:
