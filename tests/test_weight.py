@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
-        34_595,
-        "lines; a fifth are kernels; advice takes 405, factors that follow the text 80, kept beginnings 60, "
+        34_603,
+        "lines; a fifth are kernels; advice takes 405, factors that follow the text 88, kept beginnings 60, "
         "order of sums 470, lanes in one call 245, windows and AMX in attention 55",
     ),
     "lce_serve": (

@@ -25,6 +25,7 @@ from lce.cache.layout import DEVICE, DISK, HOST, CacheLayout
 from lce.cache.limits import Limits
 from lce.errors import CapacityError
 from lce.methods.choices import Choice
+from lce.models.config import RopeConfig
 from lce.sizes import enough_text, size_text
 
 UNBOUNDED_TOKENS = 1 << 40  # if a context of this many tokens fits, the longest length counts as unbounded
@@ -71,6 +72,7 @@ class Plan:
     why the context does not fit, and a remedy; None if it fits. `layers` has the first and the last layer on each of
     several devices. `readable` is how many tokens the method can read of this model, whatever the memory; None: any
     number. `warning` says if `tokens` exceeds `readable`. `auto` is what the method "auto" would be for `tokens`.
+    `rope` is the RoPE scaling, with the factor that `tokens` need where none was named.
     """
 
     tokens: int
@@ -85,6 +87,7 @@ class Plan:
     readable: int | None = None
     warning: str | None = None
     auto: Choice | None = None
+    rope: RopeConfig = field(default_factory=RopeConfig)
 
     @property
     def fits(self) -> bool:

@@ -73,6 +73,7 @@ def plan(given: Planning) -> Plan:
         made.readable,
         made.beyond(n_tokens),
         made.choice(n_tokens),
+        made.rope,
     )
 
 
