@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, float32, int64
 
+from lce.kernels.routed.eights_body import EIGHT, attend_eights
 from lce.kernels.rows.rows_body import FEW_ROWS, LOWEST, _pairs, few_fit, finish, put_query, scratch
-from lce.kernels.runtime.compiling import arguments, by_dtype, call, inner, kernel
+from lce.kernels.runtime.compiling import arguments, by_dtype, call, inner, kernel, number_of
 from lce.kernels.runtime.numbers import exp2, following, itemsize, pointer, stored
 from lce.kernels.runtime.shared import ALIGNED, KEYS, TURN_KEYS
 from lce.kernels.runtime.threads_body import add
@@ -214,11 +215,12 @@ def routed_tasks(first_task, stop_task, memory, args):
     chosen, memory = following(memory, int64, (n_rows, n_slots))
     entries, memory = following(memory, int64, (n_rows * piece,))
     memory = (memory + 63) // 64 * 64
-    queries, spans, state, sums, _, _, _, _ = scratch(memory, n_rows, dim)
+    parts = scratch(memory, n_rows, dim)
+    queries, spans, state, sums, _, _, _, _ = parts
     given[0], given[1], given[2], given[8] = memory, n_rows, dim, steepness
     given[5], given[7] = k_row * itemsize, v_row * itemsize
     given[10], given[11] = 0, plain_at
-    fits = rows_at == plain_at and 2 <= rep <= FEW_ROWS and size <= TURN_KEYS * rep and few_fit(dim, size)
+    fits = rows_at == plain_at and 2 <= rep <= FEW_ROWS and size <= TURN_KEYS * rep and few_fit(dim, size, rep)
     in_turn = _pairs and fits  # in float32, rows of many queries are faster
     for task in range(first_task, stop_task):
         group, block, part = task // (n_blocks * n_pieces), task // n_pieces % n_blocks, task % n_pieces
@@ -246,7 +248,11 @@ def routed_tasks(first_task, stop_task, memory, args):
             vectors = q_at + (group * rep * q_head + query * q_row) * itemsize, q_head * itemsize, cos_at, sin_at
             stored_at = k_at, k_tile * itemsize, v_at, v_tile * itemsize
             some = choices[heads, slots:stop]
-            _attend_in_turn(some, places, tiles[group], vectors, stored_at, size, dim, queries, given, rows_at)
+            if size == EIGHT:
+                rows = rep, dim, given[5], given[7]
+                attend_eights(some, places, tiles[group], vectors, stored_at, rows, parts, number_of(steepness))
+            else:
+                _attend_in_turn(some, places, tiles[group], vectors, stored_at, size, dim, queries, given, rows_at)
             for row in range(rep):
                 at = heads + row * n_queries
                 _copy(state[row], sums[row], states[at, part], partial[at, part])

@@ -85,7 +85,7 @@ _write_query = ByDtype(lambda dtype: write[dtype if _pairs[dtype] else "float32"
 _product = ByDtype(lambda dtype: panel_product(packed_kind[dtype], (6,)))
 _direct = ByDtype(lambda dtype: panel_product(dtype, (4, 3, 2, 1)))
 _columns = {1: _lanes, 2: _lanes // 2, 3: _lanes // 4, 4: _lanes // 4}
-_add_pairs = tiles.add_pairs((8, 16))
+_add_pairs = tiles.add_pairs((4, 8, 16))
 _dots = ByDtype(lambda dtype: tiles.dots("pairs" if _pairs[dtype] else dtype, _columns, 1, _lanes))
 
 
@@ -193,7 +193,7 @@ def _fetch(at, row, n, dim):
 
 @by_dtype(separate)
 def _score_keys(rows, q_at, q_row, k_at, k_row, n, out_at, v_at, v_row, dim):
-    """Write the dot products of 1 to 4 queries with n ≥ 16 keys, read in place, to rows of scores at `out_at`.
+    """Write the dot products of 1 to 4 queries with n keys, read in place, to rows of scores at `out_at`.
 
     Fetches the keys' values, which are read next.
     """
@@ -217,7 +217,7 @@ def _put_pairs(lower, upper, packed):
 @by_dtype(separate)
 def _add_values(n, scores, weights, v_at, v_row, n_values, spare_at, sums_at, sums_row, dim):
     """Add up to 32 values in pairs, with n rows of weights, to sums. `spare_at` is memory for 32 values."""
-    half = 8 if n_values <= 16 else 16
+    half = 4 if n_values <= 8 else 8 if n_values <= 16 else 16
     if n_values < 2 * half:  # values beyond the last one are zeros
         for i in range(2 * half):
             value, copied = carray(pointer(v_at + i * v_row, stored), (dim,)), spare_at + i * dim * itemsize
@@ -235,9 +235,9 @@ def _add_values(n, scores, weights, v_at, v_row, n_values, spare_at, sums_at, su
 
 
 @by_dtype(inner)
-def few_fit(dim, n):
-    """Return whether `_attend_few` takes n keys `[D]`."""
-    return dim % 16 == 0 and dim % _chunk == 0 and n >= 16
+def few_fit(dim, n, rows):
+    """Return whether `_attend_few` takes n keys `[D]` for a number of rows: at once 16 for one row, 8 for two."""
+    return dim % 16 == 0 and dim % _chunk == 0 and n >= (16 if rows % 4 == 1 else 8)
 
 
 @by_dtype(inner)
@@ -281,7 +281,7 @@ def attend_rows(first, stop, _memory, args):
     memory_at, n_rows, dim, n, k_at, k_row, v_at, v_row, steepness, few, place = arguments(args, 11)
     memory, scale = scratch(memory_at, n_rows, dim), number_of(steepness)
     queries, spans, state, sums, keys, values, scores, weights = memory
-    if few and n <= FEW_ROWS and few_fit(dim, stop - first):
+    if few and n <= FEW_ROWS and few_fit(dim, stop - first, n):
         _attend_few(memory, n, k_at, k_row, v_at, v_row, first, stop, dim, scale)
         return
     for row in range(n, (n + 5) // 6 * 6):  # rows that are multiplied beside the others
@@ -292,6 +292,8 @@ def attend_rows(first, stop, _memory, args):
     while start < stop:
         size = min(KEYS - (place + start) % KEYS, stop - start)
         pack_keys(k_at + start * k_row, k_row, size, words, keys)
+        for key in range(size, (size + 15) // 16 * 16):  # multiplied, too: what lay here may be slow denormal numbers
+            keys[key // PANEL, :words, key % PANEL] = np.float32(0)
         _pack_values(v_at + start * v_row, v_row, size, dim, values)
         for row in range(0, n, 6):
             begin, last = size, int64(0)
