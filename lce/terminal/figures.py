@@ -94,7 +94,7 @@ def plan_lines(plan: Plan) -> list[str]:
         held = "any number" if plan.longest is None else f"{plan.longest:,}"
         longest = f"Of this model {plan.method} can read {plan.readable:,} tokens; memory holds {held}."
     asked = f"{plan.tokens:,} tokens, read by {plan.method} on {plan.device}, keys and values in {plan.dtype}"
-    if plan.rope.kind != "none":
+    if plan.rope.kind not in ("none", "longrope"):
         asked = f"{asked}, {plan.rope.kind} with factor {float(plan.rope.factor):.4g}"
     if plan.kv_dtype != plan.dtype:
         where = "everywhere" if plan.kv_dtype == "int8-device" else "below the device"
