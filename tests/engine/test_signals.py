@@ -27,8 +27,6 @@ ENGINES: dict[str, tuple[Any, dict[str, str]]] = {
 }
 RUNS = 250  # of each call and engine
 HEALED: list[torch.inference_mode] = []  # each ends an inference mode that an interruption left on, until it is freed
-
-
 Alarm = Callable[[float, Callable[[], object]], KeyboardInterrupt | None]
 
 

@@ -78,29 +78,24 @@ def test_what_a_call_leaves_in_memory_changes_no_bit(n_queries: int, n_keys: int
     assert all(map(torch.equal, (out, lse), again))
 
 
-@pytest.mark.parametrize("n_heads", [2, 3, 4, 6, 7, 8])
-@pytest.mark.parametrize("dim", [32, 96, 128])
+@pytest.mark.parametrize(("n_heads", "dim"), [(n, dim) for n in (2, 3, 4, 6, 7, 8) for dim in (32, 96, 128)])
 def test_heads_that_choose_alike_see_what_each_of_them_sees_alone(n_heads: int, dim: int, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(*shape).to(dtype) for shape in ((n_heads, 5, dim), (9, 8, dim), (9, 8, dim)))
     q[0] *= 8  # weights that a larger one makes small
     angle, turn, tile = torch.randn(9, dim // 2), torch.randint(0, 9, (5, 4)), torch.arange(9).view(1, 9)
     chosen = torch.stack([torch.randperm(9)[:4].sort().values for _ in range(5)]).expand(n_heads, -1, -1)
     rotated = angle.cos().to(dtype), angle.sin().to(dtype), turn
-
-    def attended(heads: slice) -> tuple[Tensor, Tensor]:
-        found = RoutedAttention(q[heads], *rotated, chosen[heads])
-        found.add(k, v, tile)
-        return found.finish()
-
-    together = attended(slice(n_heads))
-    alone = [torch.cat(parts) for parts in zip(*(attended(slice(i, i + 1)) for i in range(n_heads)), strict=True)]
-    torch.testing.assert_close(together[0], alone[0], atol=MOST[dtype], rtol=0)
-    torch.testing.assert_close(together[1], alone[1], atol=1e-4, rtol=0)
+    found = []
+    for heads in (slice(n_heads), *(slice(i, i + 1) for i in range(n_heads))):
+        each = RoutedAttention(q[heads], *rotated, chosen[heads])
+        each.add(k, v, tile)
+        found.append(each.finish())
+    for (together, *alone), most in zip(zip(*found, strict=True), (MOST[dtype], 1e-4), strict=True):
+        torch.testing.assert_close(together, torch.cat(alone), atol=most, rtol=0)
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-@pytest.mark.parametrize("size", [8, 32])
-def test_no_nan_is_hidden_among_tiles(size: int, which: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("which", "size"), [(which, size) for which in "qkv" for size in (8, 32)])
+def test_no_nan_is_hidden_among_tiles(which: str, size: int, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(*shape).to(dtype) for shape in ((4, 3, 64), (4, size, 64), (4, size, 64)))
     {"q": q, "k": k, "v": v}[which][..., 0] = math.nan
     cos, sin = torch.ones(3, 32, dtype=dtype), torch.zeros(3, 32, dtype=dtype)
