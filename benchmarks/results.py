@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from study_tables import found, read, reading
+
 from lce.terminal.output import markdown
 from lce_lab.board.grids import ranking
 from lce_lab.board.ranking import read_boards
@@ -29,6 +31,7 @@ HERE = Path(__file__).parent
 PAGE, PROSE, RECORD = HERE / "RESULTS.md", HERE / "RESULTS.md.in", HERE / "record"
 TABLES = RECORD / "tables"
 WIDTH = 140  # of a line of the page's prose
+ENOUGH = 48  # questions that a row of the study must have been asked to stand on the page
 MACHINES: dict[str, dict[str, str]] = tomllib.loads((TABLES / "machines.toml").read_text(encoding="utf-8"))
 
 
@@ -111,7 +114,23 @@ def demo() -> str:
     return "\n".join(markdown(head, [[name, *(each.get(name, "") for each in columns)] for name in read.column("512")]))
 
 
-MADE: dict[str, Callable[[], str]] = {"machines": machines, "leaderboard": leaderboard, "demo": demo}
+def study() -> str:
+    """Return what each row of the study found of facts in words, and its share of the cache, for each model."""
+    parts = list[str]()
+    for folder in ("smollm2", "qwen"):
+        for model, study in read(RECORD / "study" / folder, ["many_facts"]).items():
+            places = [(name, length) for length in study.lengths for name in study.ranked(length)]
+            places = [place for place in places if len(study.answers[place]) >= ENOUGH]
+            rows = [
+                [f"{length:,}", f"`{name}`", found(study.answers[name, length]), reading(study, name, length)[1]]
+                for name, length in places
+            ]
+            head = ["tokens", "row", "found/asked", "of the cache"]
+            parts.append("\n".join([f"### {model}", "", *markdown(head, rows)]))
+    return "\n\n".join(parts)
+
+
+MADE: dict[str, Callable[[], str]] = {"machines": machines, "leaderboard": leaderboard, "demo": demo, "study": study}
 
 
 def tables(name: str) -> str:

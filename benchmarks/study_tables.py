@@ -3,11 +3,12 @@
     python benchmarks/study_tables.py benchmarks/record/study/smollm2
     python benchmarks/study_tables.py benchmarks/record/study/smollm2 --kinds many_facts,similar
 
-The first table has, for each length, the questions answered of those asked, as a share with its 95% interval; for the
-longest length, the bytes that a token reads, and their share of all keys and values; and perplexities of the second
-half of each length. Then each length has a table by kind, the rows from the best to the worst. Its last column is the p
-of McNemar's exact test, one-sided, of each row against the best: how likely the best answers so many more of the same
-questions if it is no better. The test takes questions of one document as independent.
+The first table has, for each length, the questions answered of those asked, and the 95% interval of that share in
+percent; for the length with most rows, the bytes that a token reads, and their share of all keys and values; and
+perplexities of what was scored of the second half of each length. Then each length has a table by kind, the rows from
+the best to the worst. Its last column is the p of McNemar's exact test, one-sided, of each row against the best: how
+likely the best answers so many more of the same questions if it is no better. The test takes questions of one document
+as independent.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def read(folder: Path, kinds: Sequence[str] = ()) -> dict[str, Study]:
         rope = engine_parts(sample)[1].get("rope")
         name = names[engine_key(sample)]
         name += f" rope={rope}" if rope and " rope=" not in name else ""  # also where other knobs tell rows apart
-        name += f" read={reader}" if (reader := sample.get("read_by")) else ""
+        if (reader := sample.get("read_by", name)) != name:  # the RoPE scaling of both is that of the reader
+            name = f"{name.replace(f' rope={rope}', '')} read={reader}"
         study, place = found[models[str(sample["model"])]], (name, sample["length"])
         if isinstance(line, Answer) and (not kinds or line.kind in kinds):
             study.answers[place][str(line.prompt)] = line
@@ -89,11 +91,11 @@ def by_length(study: Study) -> list[str]:
 
 
 def found(answers: dict[str, Answer] | None) -> str:
-    """Return the questions answered of those asked, and their share with its 95% interval."""
+    """Return the questions answered / those asked, and the 95% interval of the share in percent."""
     if not answers:
         return ""
     score = Score.of(answers[key] for key in sorted(answers))
-    return f"{points(answers)} of {len(answers)} ({score.mean:.0%}, {score.low:.0%} to {score.high:.0%})"
+    return f"{points(answers)}/{len(answers)} ({100 * score.low:.0f}–{100 * score.high:.0f})"
 
 
 def points(answers: dict[str, Answer]) -> str:

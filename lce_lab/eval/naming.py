@@ -9,6 +9,7 @@ from typing import Any
 
 import lce
 from lce.methods import Placement, Selector, knob_values
+from lce.methods.knobs import kinds_of
 from lce_lab.eval.record import Line
 
 MOST = 160  # the largest number of characters of a name
@@ -143,7 +144,7 @@ def _flat(knobs: str) -> dict[str, str]:
         found[knob] = value
         if nested := re.fullmatch(r"(\w+)\((\w+=.*)?\)", value):
             own = _flat(nested[2] or "")
-            kinds = {kind.__name__: name for base in (Selector, Placement) for name, kind in base.kinds.items()}
+            kinds = {kind.__name__: name for base in (Selector, Placement) for name, kind in kinds_of(base).items()}
             found[knob] = kinds[nested[1]] if nested[1] in kinds else own.pop(next(iter(own)), value)
             found |= {f"{knob}.{key}": each for key, each in own.items()}
     return found
