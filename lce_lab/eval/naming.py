@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import lce
+import lce_lab.analysis.oracle  # noqa: F401  # so that its selectors are among the kinds
 from lce.methods import Placement, Selector, knob_values
-from lce.methods.knobs import kinds_of
 from lce_lab.eval.record import Line
 
 MOST = 160  # the largest number of characters of a name
@@ -144,7 +144,7 @@ def _flat(knobs: str) -> dict[str, str]:
         found[knob] = value
         if nested := re.fullmatch(r"(\w+)\((\w+=.*)?\)", value):
             own = _flat(nested[2] or "")
-            kinds = {kind.__name__: name for base in (Selector, Placement) for name, kind in kinds_of(base).items()}
+            kinds = {kind.__name__: name for base in (Selector, Placement) for name, kind in base.kinds.items()}
             found[knob] = kinds[nested[1]] if nested[1] in kinds else own.pop(next(iter(own)), value)
             found |= {f"{knob}.{key}": each for key, each in own.items()}
     return found
