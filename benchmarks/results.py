@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from study_tables import found, read, reading
+import study_tables
 
 from lce.terminal.output import markdown
 from lce_lab.board.grids import ranking
@@ -118,15 +118,15 @@ def study() -> str:
     """Return what each row of the study found of facts in words, and its share of the cache, for each model."""
     parts = list[str]()
     for folder in ("smollm2", "qwen"):
-        for model, study in read(RECORD / "study" / folder, ["many_facts"]).items():
-            places = [(name, length) for length in study.lengths for name in study.ranked(length)]
-            places = [place for place in places if len(study.answers[place]) >= ENOUGH]
-            rows = [
-                [f"{length:,}", f"`{name}`", found(study.answers[name, length]), reading(study, name, length)[1]]
-                for name, length in places
-            ]
-            head = ["tokens", "row", "found/asked", "of the cache"]
-            parts.append("\n".join([f"### {model}", "", *markdown(head, rows)]))
+        for model, asked in study_tables.read(RECORD / "study" / folder, ["many_facts"]).items():
+            rows = list[list[str]]()
+            for length in asked.lengths:
+                for name in asked.ranked(length):
+                    if len(answers := asked.answers[name, length]) >= ENOUGH:
+                        share = study_tables.reading(asked, name, length)[1]
+                        rows.append([f"{length:,}", f"`{name}`", study_tables.found(answers), share])
+            table = markdown(["tokens", "row", "found/asked", "of the cache"], rows)
+            parts.append("\n".join([f"### {model}", "", *table]))
     return "\n\n".join(parts)
 
 
