@@ -23,62 +23,15 @@ from torch import Tensor
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
 from lce.engine.lanes import PAUSES, Lane, Recorder, check_logits
+from lce.engine.tape import CudaTape, Work
 from lce.methods.run import Driver
 from lce.methods.step import DeviceStep, OnDevice
 from lce.models.layers import Model
 from lce.models.rope import Rope
 
-Work = Callable[[], None]
+TRIES = 3  # recordings of a context's steps that may fail before its steps run kernel by kernel for good
 
 _capturing = Lock()  # held by the thread that records: one thread may record at a time
-_failed: list[object] = []  # graphs whose capture failed, kept because PyTorch's allocator may still refer to them
-
-
-class CudaTape:
-    """A recorder of work on a device as CUDA graphs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-
-    def warm_up(self, work: Work) -> None:
-        """Run `work` once, so that all its kernels are compiled and loaded before `work` is recorded."""
-        here = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(self.stream):
-                work()
-        finally:  # after an error too, because later work reuses the step's memory
-            here.wait_stream(self.stream)
-
-    def record(self, work: Work) -> Work:
-        """Record `work` without running it; return a function that replays it. Raises `RuntimeError` on failure."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # The outer `with` restores the current stream, which `torch.cuda.graph` does not after a failed capture.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(self.device)),
-                torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"),
-            ):
-                work()
-        except BaseException:
-            _failed.append(graph)
-            raise
-        return graph.replay
-
-    def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Return a function that waits for the work launched so far, and then returns the contents of `numbers`."""
-        held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        held.copy_(numbers, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
-
-        def read() -> list[int]:
-            done.synchronize()
-            found: list[int] = held.tolist()
-            return found
-
-        return read
 
 
 @dataclass(frozen=True)
@@ -157,7 +110,7 @@ class DecodeGraph:
         self.numbers = torch.zeros(2, dtype=torch.int64, device=layout.device)
         able = driver.method.promised("recorded") and driver.attention.decodes(layout.dtype, layout.head_dim)
         self.refused = "" if able else f"the step of {driver.method.label} is not made for it on this device"
-        self.n_recorded = self.n_replayed = 0
+        self.n_recorded = self.n_replayed = self.n_failed = 0
         self._step: RecordedStep | None = None
         self._early: tuple[Launched, int] | None = None  # the step launched early, if any, and its token
 
@@ -252,8 +205,10 @@ class DecodeGraph:
                 with _capturing:
                     step.replay = self.tape.record(step.work)
                 self.n_recorded += 1
-            except RuntimeError as error:
-                self._refuse(f"{type(error).__name__}: {error}")
+            except Exception as error:
+                self.n_failed += 1
+                if self.n_failed == TRIES:
+                    self._refuse(f"{type(error).__name__}: {error}")
         if step.replay is None:
             self.tape.warm_up(step.work)
             step.warm = True

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import lce
-from lce.engine.graph import CudaTape, DecodeGraph, Work
+from lce.engine.graph import DecodeGraph
+from lce.engine.tape import CudaTape, Work
 from lce.kernels.runtime import launching
 from lce.methods import DualChunk, Full, LongHeads, Method, Quest
 from tests.checkpoints import tokens
