@@ -42,7 +42,7 @@ def test_launches_of_a_step(name: str, triton_gpus: Gpus, tiny_model: Path, monk
         monkeypatch.setattr(engine.setup.model, "_of_generated", engine.setup.model._of_generated[:n_layers])
         setup, tape = engine.setup, CudaTape(engine.setup.device)
         graph = DecodeGraph(setup.model, setup.driver, context.cache, tape)
-        work = graph._prepared(context.cache, context.rope, bound).work
+        work = graph._prepared(context.cache, context.rope, bound, 50).work
 
         def count(work: Work = work) -> None:
             with triton_gpus.counting() as counts:
