@@ -265,9 +265,8 @@ class Scheduler:
         """Read the next block of a prompt; after the last one, draw the first token."""
         setup, context, stats = request.setup, request.context, request.result.stats
         assert context is not None
-        size = setup.block
-        if setup.device.type == "cuda" and setup.method.promised("plain") and self._decoding:
-            size = min(size, BESIDE)
+        beside = self._decoding and setup.device.type == "cuda" and setup.method.promised("plain")
+        size = min(setup.block, BESIDE) if beside else setup.block
         if uncached := context.uncached[: size - off_grid(context.cache)]:
             request.is_sound = False
             append(setup, context, [uncached], slices=self._slices, decoding=goes_on(context, request.ids))

@@ -249,7 +249,7 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
         rows = partial(_recent_rows, cache, recent)
     if n_chunks > 1:
         k, v = rows(call.start, call.stop)
-        q, chunk_turn = (rotate(q, turn), None) if q.is_cuda else (q, turn)  # else copied to be rotated, and again
+        q, chunk_turn = (q, turn) if q.is_cpu else (rotate(q, turn), None)  # else copied to be rotated, and again
         queries, n_kv_heads = fold_chunks(q.unflatten(1, (n_chunks, -1)), len(k)), len(k)
         k, v = (x.unflatten(1, (n_chunks, -1)).flatten(0, 1) for x in (k, v))
         folded = step.attention.dense(queries, k, v, causal=True, turn=chunk_turn)
