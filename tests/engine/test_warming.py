@@ -75,9 +75,9 @@ def test_nothing_is_compiled_behind_loading(
 ) -> None:
     engine = lce.load(tiny_model, method, device="cuda", dtype="bfloat16")
     assert not kernels["launched"]
-    for n in (3, 64, 101):
+    for n in (3, 101):
         kernels["launched"].clear()
-        engine.generate(tokens(n), max_tokens=11 if n > 64 else 2)
+        engine.generate(tokens(n), max_tokens=11 if n > 3 else 2)
         assert "_dense_rows" in {x[0] for x in kernels["launched"]}
         assert not kernels["launched"] - kernels["compiled"], f"{n} tokens"
 
