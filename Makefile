@@ -7,7 +7,7 @@
 # make check   checks format, lint and types
 # make docs    builds the documentation as a site, build/site/index.html; fails on any warning, such as a broken link
 # make pictures  draws the pictures of the documentation anew, by the commands that stand below them
-# make gpu     measures and checks everything on a GPU, with the system's Python: OUT=folder, STAGES=0,4
+# make gpu     measures and checks everything on a GPU, with the system's Python: OUT=folder, STAGES=0,4, MODEL=path
 # make tour    makes notebooks of the guided tour, docs/tour; its pages need no more than make venv
 # make venv    makes the virtual environment with lce in editable form; PYTHON=python3.12 selects the Python
 
@@ -62,7 +62,7 @@ pictures: $(VENV)/dev.stamp
 
 # No virtual environment and no network: a machine with a GPU has its own PyTorch.
 gpu:
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --out $(or $(OUT),gpu-results) $(if $(STAGES),--stages $(STAGES))
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --out $(or $(OUT),gpu-results) $(if $(STAGES),--stages $(STAGES)) $(if $(MODEL),--model $(MODEL)) --resume
 
 tour: $(VENV)/dev.stamp
 	$(BIN)/python docs/tour/tour.py notebooks

@@ -253,16 +253,28 @@ def quantize(model: str, weights: str, out: str, output: Output) -> None:
 
 @cli.command()
 @flag("--level LEVEL", _LEVELS, type=click.Choice([*levels.NAMES, "all"]), multiple=True)
+@flag("--model -m MODEL", "Compile a GPU's kernels for this model and method instead.")
+@options.planned_methods_options
+@options.planning_options
 @options.output_options
-def warm(level: tuple[str, ...], output: Output) -> None:
+def warm(level: tuple[str, ...], model: str | None, output: Output, **how: dict[str, Any]) -> None:
     """Compile the CPU kernels that are missing, ahead of their first use: in a container's image, for example.
 
     It says how long this takes and where it writes: beside the installed package if this user may write there; else,
     and from a clone, in the user's cache. Installing lce compiles those of its processor; --level is for images that
-    run elsewhere. Kernels for GPUs are not among them: Triton compiles those when they are first used.
+    run elsewhere. With --model, Triton compiles what loading this model on this GPU would compile; no weights are read.
     """
     from lce.kernels.runtime.building import build
 
+    if model is not None:
+        from lce.attention import Attention
+        from lce.engine import sizing, warming
+
+        made = sizing.planned(sizing.Planning(model, tokens=1, **how["methods"], **how["planning"]))
+        if made.layout.on_cpu:
+            raise UsageError("--model is for kernels of a GPU, and none is here or named; leave --model out")
+        with warming.warmed(made, Attention.choose()):
+            return
     names = [each for name in level for each in (levels.LEVELS if name == "all" else [name])]
     asked = [levels.find(name) for name in dict.fromkeys(names)] or [levels.asked()]
     found = []

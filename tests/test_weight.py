@@ -19,7 +19,8 @@ MOST = {  # the number that is held, and why it is no smaller
     "lce": (
         35_500,
         "lines; a fifth are kernels; advice takes 405, factors that follow the text 88, kept beginnings 60, "
-        "order of sums 470, lanes in one call 245, windows and AMX in attention 55, tiles of eight keys 95, GPUs that batch and record 800",
+        "order of sums 470, lanes in one call 245, windows and AMX in attention 55, tiles of eight keys 95, "
+        "GPUs that batch and record 800",
     ),
     "lce_serve": (
         4_514,

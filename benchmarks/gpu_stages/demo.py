@@ -17,6 +17,7 @@ from gpu_stages.setup import Setup, graph_figures, last_lines
 from lce.attention import Attention
 from lce.cache.limits import Limits
 from lce.engine.lanes import one_by_one
+from lce.engine.sizing import resolved
 
 ROOT = Path(__file__).parent.parent.parent
 METHODS = ("full", "longheads", "infllm", "esa", "dca", "quest", "streaming")
@@ -35,7 +36,8 @@ class Demo:
 
     def engine(self, method: str, dtype: str = "float32", **options: Any) -> lce.Engine:
         sharing = self.first.get(dtype)
-        options |= {"device": self.device, "dtype": dtype, **self.sizes}
+        block = resolved("demo", method).block  # a small one also on GPUs, so that texts have several blocks
+        options |= {"device": self.device, "dtype": dtype, "block": block, **self.sizes}
         engine = lce.load("demo", method, sharing=sharing, **options)
         self.first.setdefault(dtype, engine)
         return engine

@@ -9,9 +9,9 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class Setup:
     out: Path  # for files that are kept, such as traces
     record: Record
     deadline: float  # of `time.monotonic`
+    model: Path | None = None  # a checkpoint; None: drawn weights
+    before: Mapping[str, Any] = field(default_factory=dict)  # the figures of an earlier run of the stage
 
     @property
     def cuda(self) -> bool:

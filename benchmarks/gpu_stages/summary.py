@@ -12,7 +12,7 @@ PAPER = {"longheads": (0.03, 0.08, 0.11), "full": (0.03, 0.11, 0.21)}
 
 
 def summary(results: Results) -> str:
-    parts = (hardware, kernels, statuses, checks, speeds, offloading, profiles, neighbour, bars)
+    parts = (hardware, kernels, statuses, checks, models, speeds, offloading, profiles, neighbour, bars)
     return "\n".join(line for part in parts for line in part(results)) + "\n"
 
 
@@ -106,6 +106,35 @@ def over(results: Results, cell: Mapping[str, Any], what: str) -> float | None:
     if not cell.get(what) or not full.get(what) or full.get("decoded at") != cell.get("decoded at"):
         return None
     return full[what] / cell[what] if what == "decode ms" else cell[what] / full[what]
+
+
+def models(results: Results) -> Iterator[str]:
+    """Yield a table of stage 8, transformers' rows in it and the ceilings below; then lanes, weights and first use."""
+    stage, head = (
+        results.get(8, {}),
+        ["method", "tokens", "block", "prefill tok/s", "first", "decode ms", "first", "GB"],
+    )
+    rows = [
+        [
+            cell["method"], f"{cell['length']:,}", number(cell.get("block"), 5), number(cell.get("prefill tok/s"), 5),
+            number(cell.get("first prefill tok/s"), 5), number(cell.get("decode ms")),
+            number(cell.get("first decode ms")), number(cell.get("peak memory bytes", 0) / 1e9 or None),
+        ]
+        for cell in cells(stage).values() if "length" in cell
+    ]  # fmt: skip
+    if rows:
+        yield ""
+        yield from table(head, rows)
+        most = results.get(0, {}).get("product", {}).get("flops"), ceiling(results)
+        flops, copied = (number(x and x / 1e12) for x in most)
+        yield f"ceilings: products {flops} TFLOP/s, copies {copied} TB/s"
+    for key, what in ((8, "method"), (9, "lanes"), (10, "weights"), (11, "first use")):
+        for label, cell in cells(results.get(key, {})).items():
+            if "error" in cell:
+                yield f"{what}: {label}: {last(cell['error'])}"
+            elif key > 8:
+                shown = {name: number(x, 4) if not isinstance(x, list) else x for name, x in cell.items() if x}
+                yield f"{what}: {label}: " + ", ".join(f"{name} {x}" for name, x in shown.items())
 
 
 def speeds(results: Results) -> Iterator[str]:

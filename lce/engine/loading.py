@@ -17,6 +17,7 @@ from lce.engine.recorder import KernelLists
 from lce.engine.saving import ContextFiles
 from lce.engine.setup import Planned, Setup
 from lce.engine.sizing import devices_of, facts_of, fitted, sizes_of
+from lce.engine.warming import warmed
 from lce.errors import UsageError, shown
 from lce.files import named
 from lce.methods.base import Method
@@ -102,9 +103,11 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
         from lce.engine.tape import CudaTape
 
         recorder = Graphs(CudaTape)
+    with warmed(made, attention):
+        model = _model(made, checkpoint, scheme) if sharing is None else sharing.setup.model
     return Setup(
         **vars(made),
-        model=_model(made, checkpoint, scheme) if sharing is None else sharing.setup.model,
+        model=model,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
         identity=identity,

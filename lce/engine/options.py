@@ -181,7 +181,10 @@ class SizeOptions(Record):
         more="Rounded matrices take 0.5 and 0.3 of their bytes in bfloat16. They are computed with on CPUs alone.",
     )
     block: int | str | None = option(
-        None, "Tokens prefilled in one step.  [default: what suits the method]", "TOKENS", parse=Counted()
+        None,
+        "Tokens prefilled in one step.  [default: what suits the method, or fills a GPU]",
+        "TOKENS",
+        parse=Counted(),
     )
     window: int | str | None = option(
         None, "Positions the model can be trusted on.  [default: the checkpoint's]", "TOKENS", parse=Counted(2)

@@ -40,6 +40,7 @@ FORGET = 1.002  # With each pass, what counts as the shortest one grows by this 
 LEAST_SLICE_S, IDLE_SLICE_S = 0.001, 0.05
 SHORTER = 4  # A prompt overtakes the oldest one if it has so many times fewer tokens left to read.
 MOST_OVERTAKING = 16
+BESIDE = 2048  # the most tokens of a prompt that a GPU reads while answers wait for their next token
 RETRY_S = 0.05  # between two looks whether a request need wait no longer
 
 
@@ -193,8 +194,11 @@ class Scheduler:
     def _pause(self) -> float:
         """Decode between two slices of prefill; return the seconds of the next slice."""
         self._decode()
-        decoding = any(each.state == "decode" for each in self._running)
-        return self._slice_s if decoding else IDLE_SLICE_S
+        return self._slice_s if self._decoding else IDLE_SLICE_S
+
+    @property
+    def _decoding(self) -> bool:
+        return any(each.state == "decode" for each in self._running)
 
     def _read(self) -> bool:
         """Read a block of a prompt; return whether there was one."""
@@ -261,7 +265,9 @@ class Scheduler:
         """Read the next block of a prompt; after the last one, draw the first token."""
         setup, context, stats = request.setup, request.context, request.result.stats
         assert context is not None
-        if uncached := context.uncached[: setup.block - off_grid(context.cache)]:
+        beside = self._decoding and setup.device.type == "cuda" and setup.method.promised("plain")
+        size = min(setup.block, BESIDE) if beside else setup.block
+        if uncached := context.uncached[: size - off_grid(context.cache)]:
             request.is_sound = False
             append(setup, context, [uncached], slices=self._slices, decoding=goes_on(context, request.ids))
             request.is_sound = True

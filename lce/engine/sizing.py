@@ -16,6 +16,7 @@ import torch
 
 from lce import system
 from lce.cache.layout import Budgets, CacheLayout, device_layout, devices_text, kv_dtype_of
+from lce.engine import blocks
 from lce.engine.options import SizeOptions, takes
 from lce.engine.planning import ALLOWANCE, Plan, Planner
 from lce.engine.setup import Planned
@@ -84,9 +85,7 @@ def planner_of(made: Planned) -> Planner:
         sizes = {"head": sizes["embed"], **sizes}  # a tied head has its own copy on the last device
     for name, n_bytes in sizes.items():
         tier_bytes[device_layout(made.layout, model_class(config).layer_of(name, config)).device_tier] += n_bytes
-    # What is in memory at once: hidden states, their sum and norm, in float32; q, k, v, the output; the MLP's gate.
-    heads = (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-    token_bytes = 12 * config.hidden_size + (heads + 2 * config.intermediate_size) * made.layout.dtype.itemsize
+    token_bytes = blocks.activation_bytes(config, made.layout.dtype.itemsize)
     return replace(ALLOWANCE.planner(made.layout, tier_bytes), token_bytes=token_bytes)
 
 
@@ -150,6 +149,8 @@ def sizes_of(
         borders=borders,
         sliding_layers=config.sliding_layers,
     )
+    if devices[0].type == "cuda" and block is None and ranks.count == 1:
+        layout = blocks.on_gpus(layout, chosen, blocks.activation_bytes(config, dtype.itemsize), sum(sizes.values()))
     own = scheme.name if scheme else None
     return Planned(config, facts.window, facts.rope, chosen, layout, own, sizes, division, asked)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, Order, Turn, combine, fold_chunks, folds, join, merge, unfold_chunks
+from lce.attention import Attended, Order, Turn, combine, fold_chunks, folds, join, merge, rotate, unfold_chunks
 from lce.cache.layer import LayerCache
 from lce.cache.layout import segment_of
 from lce.cache.method_state import RecentRows
@@ -249,9 +249,10 @@ def _attend_call(q: Tensor, placed: PlacedPart, call: DenseCall, cache: LayerCac
         rows = partial(_recent_rows, cache, recent)
     if n_chunks > 1:
         k, v = rows(call.start, call.stop)
+        q, chunk_turn = (q, turn) if q.is_cpu else (rotate(q, turn), None)  # else copied to be rotated, and again
         queries, n_kv_heads = fold_chunks(q.unflatten(1, (n_chunks, -1)), len(k)), len(k)
         k, v = (x.unflatten(1, (n_chunks, -1)).flatten(0, 1) for x in (k, v))
-        folded = step.attention.dense(queries, k, v, causal=True, turn=turn)
+        folded = step.attention.dense(queries, k, v, causal=True, turn=chunk_turn)
         out, lse = (unfold_chunks(x, n_kv_heads, n_chunks).flatten(1, 2) for x in folded)
         return out, lse
     found, least = list[Attended](), cache.resident_from if recent is None else max(cache.resident_from, recent.first)

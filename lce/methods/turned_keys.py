@@ -120,11 +120,12 @@ class TurnedKeys:
 
         Rotated keys carry YaRN's factor, and unrotated keys do not.
         """
-        i = torch.arange(start, stop, device=like.device)
-        held = None if self.cache.turned else self.method.key_positions(i)
-        seen = i if self.seen is None else self.seen(i)
-        if held is seen or (held is not None and seen is not None and torch.equal(held, seen)):
-            return None
+        for device in dict.fromkeys((torch.device("cpu"), like.device)):  # compared on the host: nobody waits for a GPU
+            i = torch.arange(start, stop, device=device)
+            held = None if self.cache.turned else self.method.key_positions(i)
+            seen = i if self.seen is None else self.seen(i)
+            if held is seen or (i.is_cpu and held is not None and seen is not None and torch.equal(held, seen)):
+                return None
         zero, rope = torch.zeros_like(i), self.step.rope
         turn = rope.turn((zero if seen is None else seen) - (zero if held is None else held), torch.float64)
         factor = rope.scale ** ((seen is not None) - (held is not None) - 1)

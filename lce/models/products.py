@@ -280,7 +280,7 @@ def put_tokens(out: Tensor, joined: Tensor, first: int) -> None:
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `scale` · cosines and sines `[*positions.shape, D/2]` of positions times `frequencies [D/2]`, float64."""
-    if positions.is_cuda and dtype in gpu.launching.DTYPES and gpu.launching.installed():
+    if not positions.is_cpu and dtype in gpu.launching.DTYPES and gpu.launching.installed():
         cos, sin = gpu.elementwise.turns(positions, frequencies, scale, dtype)
         return cos, sin
     angles = positions.to(torch.float64)[..., None] * frequencies

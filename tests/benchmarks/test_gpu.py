@@ -63,6 +63,26 @@ def test_drawn_models_run_on_a_pretended_gpu(gpus: Gpus, tmp_path: Path) -> None
     assert errors(json.loads((tmp_path / "record.json").read_text())) == {}
 
 
+def test_a_run_goes_on_where_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that ran is kept, one that failed runs again; a checkpoint's pieces are put together."""
+    out, asked = tmp_path / "out", list[Any]()
+    out.mkdir()
+    for number, text in enumerate(("one, ", "two")):
+        (tmp_path / f"model.gguf.00{number}").write_text(text)
+    had = {"stage 0": {"status": "ran", "figure": 1}, "stage 8": {"status": "failed", "full at 60": {"decode ms": 2}}}
+    (out / "results.json").write_text(json.dumps(had))
+
+    def stage(number: int, out: Path, record: Path, *rest: Any) -> str:
+        asked.append((number, rest[-1].read_text(), gpu.earlier(out)[number]["full at 60"]))
+        record.write_text("{}")
+        return "ran"
+
+    monkeypatch.setattr(gpu, "run_stage", stage)
+    words = f"--device cpu --in-process --resume --model {tmp_path} --stages 0,8 --out {out}".split()
+    assert (gpu.main(words), asked) == (0, [(8, "one, two", {"decode ms": 2})])
+    assert "failed" not in (out / "results.json").read_text()
+
+
 def test_without_a_gpu_every_stage_says_so(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -78,10 +98,15 @@ def test_bars_are_read_off_the_figures() -> None:
     results = {
         0: {"status": "ran", "copy": {"bytes_per_s": 4.3e12}},
         4: {"status": "ran", "full at 32768": cell, "longheads at 32768": fast},
+        8: {
+            "status": "ran",
+            "dca at 2000": {"method": "dca", "length": 2000, "prefill tok/s": 12345.0, "block": 16384},
+        },
         5: {"status": "ran"}
         | {f"longheads {where}": {"decode ms": ms, "decoded at": 9} for where, ms in times.items()},
     }
     lines = {line.split("  ")[0]: line.split()[-1] for line in gpu.summary(results).splitlines() if "=" in line}
+    assert "dca     2,000   16384  12345" in gpu.summary(results)
     assert lines["full decode, of copying, 32k"] == "held"  # 30 GB in 8 ms are 87% of 4.3 TB/s
     assert lines["longheads over full, decode, 32k"] == "MISSED"  # 1.6
     assert lines["128k, 4 GiB on the GPU over resident, decode time"] == "MISSED"  # 2.25

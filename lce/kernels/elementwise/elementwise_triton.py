@@ -1,4 +1,4 @@
-"""The operations of a decoder layer between matrix products, on GPUs: one launch each."""
+"""The operations of a decoder layer between matrix products, on GPUs: one launch each. A kernel serves all lengths."""
 
 from typing import Any
 
@@ -21,17 +21,18 @@ def rms_norms(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
     """
     dim = both[0][0].shape[-1]
     rows, width = _rows_of(dim)
-    given: list[Any] = []
+    given, counts = list[Any](), list[tuple[int, int]]()
     for x, weight in both:
         fits = x.shape[-1] == dim and weight.shape == (dim,) and weight.is_contiguous() and x.ndim in (2, 3)
         assert fits, (x.shape, weight.shape)
         x = x if x.stride(-1) == 1 else x.contiguous()
         heads, n = (1, len(x)) if x.ndim == 2 else x.shape[:2]
         head_stride = x.stride(0) if x.ndim == 3 else 0
-        given.append((x, weight, x.new_empty(x.shape, dtype=weight.dtype), head_stride, x.stride(-2), heads * n, n))
-    n_programs = [triton.cdiv(one[5], rows) for one in given]
+        given.append((x, weight, x.new_empty(x.shape, dtype=weight.dtype), head_stride, x.stride(-2)))
+        counts.append((heads * n, n))
+    n_programs = [triton.cdiv(n_rows, rows) for n_rows, _ in counts]
     options = {"ROWS": rows, "DIM": width, "num_warps": min(16, max(4, width // 1024))}
-    launch(_rms_norm, (sum(n_programs),), tuple(given), n_programs[0], dim, eps, **options)
+    launch(_rms_norm, (sum(n_programs),), tuple(given), (n_programs[0], *counts), dim, eps, **options)
     return [one[2] for one in given]
 
 
@@ -61,8 +62,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = x.new_empty(*common, 2 * half)
     given = tuple((y, *y.expand(*lead, y.shape[-1]).stride()[:3]) for y in (x, cos, sin))
     rows, width = _rows_of(half)
-    sizes = lead[0] * lead[1] * lead[2], lead[1], lead[2], half
-    launch(_rotate, (triton.cdiv(sizes[0], rows),), *given, out, sizes, ROWS=rows, HALF=width)
+    counts = lead[0] * lead[1] * lead[2], lead[1], lead[2]
+    launch(_rotate, (triton.cdiv(counts[0], rows),), *given, out, counts, half, ROWS=rows, HALF=width)
     return out
 
 
@@ -100,10 +101,10 @@ def append(
     turn = () if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     assert all(x.shape == (n, dim // 2) for x in turn), [x.shape for x in turn]
     rows, width = _rows_of(dim // 2)
-    place, sizes = ((at,), 0) if isinstance(at, Tensor) else ((), at), (heads * n, n, dim // 2)
+    place, counts = ((at,), 0) if isinstance(at, Tensor) else ((), at), (heads * n, n)
     into = into_k, into_v, *into_k.stride()[:2]
     grid, vectors = (triton.cdiv(heads * n, rows),), (vectors_of(k), vectors_of(v))
-    launch(_append, grid, *vectors, turn, into, *place, sizes, ROWS=rows, HALF=width)
+    launch(_append, grid, *vectors, turn, into, *place, counts, dim // 2, ROWS=rows, HALF=width)
 
 
 def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,8 +116,8 @@ def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     index = index.contiguous()
     taken = one.new_empty(2, n_groups, len(index), dim)
     rows, width = _rows_of(dim)
-    grid, sizes = (triton.cdiv(n_groups * len(index), rows),), (n_groups * len(index), len(index), dim)
-    launch(_take_rows, grid, vectors_of(one), two, index, taken[0], taken[1], sizes, ROWS=rows, DIM=width)
+    grid, counts = (triton.cdiv(n_groups * len(index), rows),), (n_groups * len(index), len(index))
+    launch(_take_rows, grid, vectors_of(one), two, index, taken[0], taken[1], counts, dim, ROWS=rows, DIM=width)
     return taken[0], taken[1]
 
 
@@ -126,22 +127,23 @@ def _rows_of(width: int) -> tuple[int, int]:
     return max(1, _NUMBERS // wide), wide
 
 
-@triton.jit
-def _rms_norm(given, n_programs, dim, eps, ROWS: constexpr, DIM: constexpr):
-    """Normalise rows of the first tensor in the first `n_programs` programs, and rows of the second in the others."""
-    program = tl.program_id(0)
+@triton.jit(do_not_specialize=["counts"])
+def _rms_norm(given, counts, dim, eps, ROWS: constexpr, DIM: constexpr):
+    """Normalise rows of the first tensor in the first `counts[0]` programs, and rows of the second in the others."""
+    program, n_programs = tl.program_id(0), counts[0]
     if len(given) == 2:
         if program < n_programs:
-            _norm_rows(given[0], program, dim, eps, ROWS, DIM)
+            _norm_rows(given[0], counts[1], program, dim, eps, ROWS, DIM)
         else:
-            _norm_rows(given[1], program - n_programs, dim, eps, ROWS, DIM)
+            _norm_rows(given[1], counts[2], program - n_programs, dim, eps, ROWS, DIM)
     else:
-        _norm_rows(given[0], program, dim, eps, ROWS, DIM)
+        _norm_rows(given[0], counts[1], program, dim, eps, ROWS, DIM)
 
 
 @triton.jit
-def _norm_rows(given, program, dim, eps, ROWS: constexpr, DIM: constexpr):
-    x, weight, out, head_stride, row_stride, n_rows, n = given
+def _norm_rows(given, count, program, dim, eps, ROWS: constexpr, DIM: constexpr):
+    x, weight, out, head_stride, row_stride = given
+    n_rows, n = count
     row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, DIM)
     there = (row < n_rows)[:, None] & (j < dim)[None, :]
@@ -174,10 +176,10 @@ def _turned(x, cos, sin, half, there):
     return first * c - second * s, second * c + first * s
 
 
-@triton.jit
-def _rotate(x, cos, sin, out, sizes, ROWS: constexpr, HALF: constexpr):
+@triton.jit(do_not_specialize=["counts"])
+def _rotate(x, cos, sin, out, counts, half, ROWS: constexpr, HALF: constexpr):
     """Rotate ROWS rows of `[..., n1, n2, 2 · half]`; `x`, `cos` and `sin` are each a tensor and its three strides."""
-    n_rows, n1, n2, half = sizes
+    n_rows, n1, n2 = counts
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, HALF)[None, :]
     there = (row < n_rows)[:, None] & (j < half)
@@ -202,14 +204,14 @@ def _turns(positions, frequencies, cos, sin, n, HALF: constexpr, SCALE: constexp
     tl.store(sin + at, s.to(sin.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["first"])
-def _append(k, v, turn, into, place, first, sizes, ROWS: constexpr, HALF: constexpr):
+@triton.jit(do_not_specialize=["first", "counts"])
+def _append(k, v, turn, into, place, first, counts, half, ROWS: constexpr, HALF: constexpr):
     """Copy ROWS rows of k and v to `into`: two tensors, followed by their common strides of heads and of rows.
 
     The first row of `into` to write is `first`, or the integer in the tensor `place[0]` if there is one.
     """
     into_k, into_v, into_head, into_row = into
-    n_rows, n, half = sizes
+    n_rows, n = counts
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, HALF)[None, :]
     there = (row < n_rows)[:, None] & (j < half)
@@ -230,9 +232,9 @@ def _append(k, v, turn, into, place, first, sizes, ROWS: constexpr, HALF: conste
     tl.store(into_v + to + half, tl.load(v_at + half, mask=there, other=0.0), mask=there)
 
 
-@triton.jit
-def _take_rows(one, two, index, taken_one, taken_two, sizes, ROWS: constexpr, DIM: constexpr):
-    n_rows, n, dim = sizes
+@triton.jit(do_not_specialize=["counts"])
+def _take_rows(one, two, index, taken_one, taken_two, counts, dim, ROWS: constexpr, DIM: constexpr):
+    n_rows, n = counts
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, DIM)[None, :]
     there = (row < n_rows)[:, None] & (j < dim)

@@ -55,20 +55,20 @@ def interpreting() -> bool:
 
 
 def usable(x: Tensor) -> bool:
-    """Return whether kernels can run on a tensor's device."""
-    return (x.is_cuda or interpreting()) and installed()
+    """Return whether kernels can run on a tensor's device, or be compiled for a tensor on `meta`."""
+    return (x.is_cuda or x.is_meta or interpreting()) and installed()
 
 
 def runs_on(x: Tensor) -> bool:
-    """Return whether the kernels take a tensor: it is on a GPU, has a dtype in `DTYPES`, and needs no gradient."""
-    return x.is_cuda and x.dtype in DTYPES and not x.requires_grad and installed()
+    """Return whether the kernels take a tensor: on a GPU or on `meta`, of a dtype in `DTYPES`, without a gradient."""
+    return (x.is_cuda or x.is_meta) and x.dtype in DTYPES and not x.requires_grad and installed()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Start a kernel's programs in the current stream, on the device of its first argument; return without waiting.
 
     The first argument is a tensor, or a tuple that begins with one. CUDA starts at most 2^31 - 1 programs along the
-    first axis of a grid and 65,535 along each other axis.
+    first axis of a grid and 65,535 along each other axis. For tensors on `meta` the kernel is only compiled.
     """
     assert all(n < 65_536 for n in grid[1:]), f"a grid of {grid}"
     if 0 in grid:
@@ -77,7 +77,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     while isinstance(first, tuple):
         first = first[0]
     device = first.device
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+    if device.type == "meta":
+        kernel.warmup(*args, grid=grid, **options)
+    elif device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         with torch.cuda.device(device):
             kernel[grid](*args, **options)
     else:
