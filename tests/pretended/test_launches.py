@@ -19,7 +19,10 @@ tl = pytest.importorskip("triton.language")
 ATTENTION = ["_append", "_merge_row", "_rows_together"]
 CHOICE = ["_append", "_choose", "_merge_row", "_one_row", "_score"]
 PRODUCTS = ["_product"] * 4
+SUMMARY = ["_rotate", "_softmax", "_to_copy", "amax", "bmm", "cat", "div", "div", "floor_divide", "index_copy_"]
+SUMMARY += ["index_select", "index_select", "mean", "mul", "sum", "sum"]
 CASES: dict[str, tuple[Method, list[str]]] = {  # what a layer launches
+    "completes": (LongHeads(chunk_size=17, chunks=4), [*ATTENTION, "_choose", "_score", *PRODUCTS, *SUMMARY]),
     "full": (Full(), ATTENTION + PRODUCTS),
     "dca": (DualChunk(chunk_size=16), ATTENTION + PRODUCTS),
     "longheads": (LongHeads(chunk_size=8, chunks=4, share="head"), CHOICE + PRODUCTS + ["index_copy_"]),
