@@ -450,6 +450,7 @@ class FirstRow(_OpenGroup):
     """A state with one row `[heads, 1, R]` of the open group of `size` tokens, replaced at the commit of a pass."""
 
     n_rows: ClassVar[int] = 1
+    memory: ClassVar[None] = None  # no recorded step reads the row, or writes it
 
     def write(self, row: Tensor, group: int) -> None:
         """Keep the row `[heads, 1, R]` of a group, from the commit of this pass on."""
