@@ -269,6 +269,11 @@ def choice(
 
 def true_mass(q: Tensor, k: Tensor, setting: Setting, judge: str) -> Tensor:
     """Return full attention's weights `[H, N, N]`, at distances i - j, or at most half of the window."""
+    return log_mass(q, k, setting, judge).exp()
+
+
+def log_mass(q: Tensor, k: Tensor, setting: Setting, judge: str) -> Tensor:
+    """Return the logarithms of `true_mass`, which tell masses apart that are 0 in double precision."""
     text = Text(q, k, k, setting)
     distance = text.i - text.j
     distance = distance if judge == "true" else distance.clamp(max=text.window // 2)
@@ -276,17 +281,17 @@ def true_mass(q: Tensor, k: Tensor, setting: Setting, judge: str) -> Tensor:
     for h in range(text.n_heads):
         product = as_complex(q[h])[:, None] * as_complex(text.keys(h))[None].conj()
         logits = (product * turn).real.sum(-1) * setting.factor**2
-        weights.append((logits / math.sqrt(text.dim)).masked_fill(text.j > text.i, -math.inf).softmax(-1))
+        weights.append((logits / math.sqrt(text.dim)).masked_fill(text.j > text.i, -math.inf).log_softmax(-1))
     return torch.stack(weights)
 
 
 @definition
 def oracle(text: Text, judge: str = "constant", **knobs: Any) -> Tables:
     """Define `oracle`: the chunks with most true mass, query by query and head by head."""
-    mass = true_mass(text.q, text.k, text.setting, judge)
+    mass = log_mass(text.q, text.k, text.setting, judge)
 
     def weigh(h: int, i: int, own: int, size: int) -> list[float]:
-        return mass[h, i, : own * size].unflatten(0, (own, size)).sum(1).tolist()
+        return mass[h, i, : own * size].unflatten(0, (own, size)).logsumexp(1).tolist()
 
     return by_weight(text, weigh, **knobs)
 
@@ -313,7 +318,7 @@ def by_weight(
     keep_first: bool = True,
     keep_last: bool = True,
 ) -> Tables:
-    """Take the chunks of most weight, where `weigh(h, i, own, size)` weighs the `own` chunks before a query's.
+    """Take the chunks of most weight, where `weigh(h, i, own, size)` gives the logarithm for the `own` chunks before.
 
     With `alike`, the weights order the chunks, and all chunks count the same for `top_p`.
     """
@@ -324,7 +329,7 @@ def by_weight(
         own = i // size
         order = weigh(h, i, own, size)
         fixed = always(own, int(keep_first), int(keep_last))
-        return choice(order, fixed, most - 1, top_p, [1.0] * own if alike else order)
+        return choice(order, fixed, most - 1, top_p, [1.0] * own if alike else [*map(math.exp, order)])
 
     return placed(text.n_heads, text.n, size, choose, placement)
 
@@ -496,10 +501,12 @@ def page_tables(
     def choose(h: int, i: int) -> list[int]:
         end = max(0, i // page - near)
         mine = scores[h // heads * heads : h // heads * heads + heads, together[i], :end].flatten(0, 1)
-        total = (mine[0] if select == "random" else mine.sum(0)).tolist()
+        sums = {"random": lambda: mine[0], "oracle": lambda: mine.logsumexp(0)}.get(select, lambda: mine.sum(0))()
+        total, most = sums.tolist(), float(sums.max()) if end else 0.0
         fixed = [c for c in range(end) if c < first or c >= end - (last - near)]
         scale = heads * math.sqrt(text.dim) * (repr_tokens if select == "representatives" else 1)
-        weights = [x if select == "oracle" else 1.0 if select == "random" else math.exp(x / scale) for x in total]
+        scale = 1.0 if select == "oracle" else scale
+        weights = [1.0 if select == "random" else math.exp((x - most) / scale) for x in total]
         return choice(total, fixed, budget_at(i) // page - 1 - near, top_p, weights)
 
     def seen(h: int, i: int) -> dict[int, int]:
@@ -537,7 +544,8 @@ def reattention(
         end, together = i // span, slice(h // heads * heads, h // heads * heads + heads)
         total = best[together, i, :end].sum(0)
         fixed = [c for c in range(end) if c < first or c >= end - last]
-        weights = (total / heads / math.sqrt(text.dim)).exp().tolist()
+        most = max(total.tolist(), default=0.0)
+        weights = ((total - most) / heads / math.sqrt(text.dim)).exp().tolist()
         return choice(total.tolist(), fixed, first + top_k + last, top_p, weights)
 
     return placed(text.n_heads, text.n, span, choose, "side_by_side")
@@ -570,8 +578,8 @@ def page_scores(
 
     found = torch.zeros(text.n_heads, text.n, text.n // page).double()
     if select == "oracle":
-        mass = true_mass(q, text.k, setting, judge)[..., : found.shape[2] * page]
-        return mass.unflatten(2, (-1, page)).sum(3)
+        mass = log_mass(q, text.k, setting, judge)[..., : found.shape[2] * page]
+        return mass.unflatten(2, (-1, page)).logsumexp(3)
     if select == "lowdim":
         return low_dim_scores(text, page, low_dim, maps, sample)
     for h in range(text.n_heads):
@@ -678,7 +686,8 @@ def infllm(
             relevance = {first: float(dot(asked[:, None], represented[first]).sum()) for first in firsts}
             memory = best_first(firsts, relevance)[:top_k]
             n_products = n_heads * min(repr_tokens, block_size) * math.sqrt(text.dim)
-            weights = {first: math.exp(relevance[first] / n_products) for first in firsts}
+            most = max(relevance.values(), default=0.0)
+            weights = {first: math.exp((relevance[first] - most) / n_products) for first in firsts}
             memory = reaching(top_p, [], memory, weights)
         else:
             memory = firsts
@@ -733,9 +742,8 @@ def esa(
             score = (f - f.max(dim=1, keepdim=True).values).max(dim=0).values.tolist()
             wide = [max(score[max(0, m - eps) : m + eps + 1]) for m in range(len(score))]
             best = best_first(range(len(wide)), wide)[:top_k]
-            weights = dict(
-                enumerate(math.exp(x / (n_heads if heads == "sum" else 1) / math.sqrt(text.dim)) for x in score)
-            )
+            scale = (n_heads if heads == "sum" else 1) * math.sqrt(text.dim)
+            weights = dict(enumerate(math.exp((x - max(score)) / scale) for x in score))
             chosen = {*range(sinks), *(sinks + m for m in reaching(top_p, [], best, weights))}
             mask[start : start + size, :border] = torch.tensor([token in chosen for token in range(border)])
             distance[start : start + size, :border] = far

@@ -149,17 +149,22 @@ class GrowingRows(MethodState):
 
     def write(self, rows: Tensor, start: int) -> None:
         """Write `rows` at row indices from `start` on. Time and bytes: O(rows), amortised."""
-        buffer, stop = self._rows, start + rows.shape[self.axis]
+        stop = start + rows.shape[self.axis]
+        self._prepare(start, stop, rows)
+        self.buffer.narrow(self.axis, start, stop - start).copy_(rows)
+
+    def _prepare(self, start: int, stop: int, like: Tensor) -> None:
+        """Make rows `start..stop-1`, of the shape and dtype of `like`, rows that may be written, and count them."""
+        buffer = self._rows
         assert start <= self._n_rows, "rows before these were not written"
         if buffer is None or stop > buffer.capacity:
-            shape = list(rows.shape)
+            shape = list(like.shape)
             shape[self.axis] = self._capacity(stop, 0 if buffer is None else buffer.capacity)
-            grown = own_memory(shape, rows.dtype, rows.device)
+            grown = own_memory(shape, like.dtype, like.device)
             if buffer is not None:
                 grown.narrow(self.axis, 0, start).copy_(buffer.tensor.narrow(self.axis, 0, start))
             buffer = RowBuffer(grown, self.axis)
         buffer.prepare(start, stop)
-        buffer.tensor.narrow(self.axis, start, stop - start).copy_(rows)
         self._rows, self._n_rows = buffer, stop
 
     @timed("cache", count_compared)
@@ -233,8 +238,23 @@ class Summaries(GrowingRows):
     axis: ClassVar[int] = 1
     fewest: ClassVar[int] = 16
 
+    def completes(self, start: int) -> bool:
+        """Return whether the token at index `start` completes a chunk."""
+        return not (start + 1) % self.tokens_per_row
+
     def steady(self, start: int) -> Held:
-        return (self.memory, self._n_rows) if (start + 1) % self.tokens_per_row else NOTHING
+        return NOTHING if self.completes(start) else (self.memory, self._n_rows)
+
+    def has_space(self, start: int) -> bool:
+        return self._rows is None or not self.completes(start) or start // self.tokens_per_row < self._n_rows
+
+    def make_space(self, start: int) -> None:
+        if not self.has_space(start):
+            self._prepare(start // self.tokens_per_row, start // self.tokens_per_row + 1, self.buffer)
+
+    def write_on_device(self, row: Tensor, at: Tensor) -> None:
+        """Write the summary `[S, 1, …]` of the chunk at index `at [1]`, a tensor on the device. There must be space."""
+        self.buffer.index_copy_(1, at, row.to(self.buffer.dtype))
 
 
 @dataclass(eq=False)

@@ -2,8 +2,9 @@
 
 A step has hundreds of kernels, and launching them one by one takes longer than running them; a graph is one launch.
 Everything that changes from token to token is on the device: the token, its index, and what the method computes from
-the index (`lce.methods.step.DeviceStep`). The step is recorded again when the tensors of the cache are replaced by
-larger ones, and when the text exceeds the length (`bound`) for which the step was recorded.
+the index (`lce.methods.step.DeviceStep`). A step that completes a chunk is another recording. A step is recorded again
+when the tensors of the cache are replaced by larger ones, and when the text exceeds the length (`bound`) for which the
+step was recorded.
 
 Under greedy sampling the step of the likeliest token is launched before the host knows that token. The step writes
 after the committed tokens, so its result can be dropped if the text ends or continues with another token.
@@ -23,62 +24,16 @@ from torch import Tensor
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
 from lce.engine.lanes import PAUSES, Lane, Recorder, check_logits
+from lce.engine.tape import CudaTape, Work
+from lce.methods.decoding import completes
 from lce.methods.run import Driver
 from lce.methods.step import DeviceStep, OnDevice
 from lce.models.layers import Model
 from lce.models.rope import Rope
 
-Work = Callable[[], None]
+TRIES = 3  # recordings of a context's steps that may fail before its steps run kernel by kernel for good
 
 _capturing = Lock()  # held by the thread that records: one thread may record at a time
-_failed: list[object] = []  # graphs whose capture failed, kept because PyTorch's allocator may still refer to them
-
-
-class CudaTape:
-    """A recorder of work on a device as CUDA graphs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-
-    def warm_up(self, work: Work) -> None:
-        """Run `work` once, so that all its kernels are compiled and loaded before `work` is recorded."""
-        here = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(self.stream):
-                work()
-        finally:  # after an error too, because later work reuses the step's memory
-            here.wait_stream(self.stream)
-
-    def record(self, work: Work) -> Work:
-        """Record `work` without running it; return a function that replays it. Raises `RuntimeError` on failure."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # The outer `with` restores the current stream, which `torch.cuda.graph` does not after a failed capture.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(self.device)),
-                torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"),
-            ):
-                work()
-        except BaseException:
-            _failed.append(graph)
-            raise
-        return graph.replay
-
-    def reader(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Return a function that waits for the work launched so far, and then returns the contents of `numbers`."""
-        held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        held.copy_(numbers, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
-
-        def read() -> list[int]:
-            done.synchronize()
-            found: list[int] = held.tolist()
-            return found
-
-        return read
 
 
 @dataclass(frozen=True)
@@ -157,8 +112,8 @@ class DecodeGraph:
         self.numbers = torch.zeros(2, dtype=torch.int64, device=layout.device)
         able = driver.method.promised("recorded") and driver.attention.decodes(layout.dtype, layout.head_dim)
         self.refused = "" if able else f"the step of {driver.method.label} is not made for it on this device"
-        self.n_recorded = self.n_replayed = 0
-        self._step: RecordedStep | None = None
+        self.n_recorded = self.n_replayed = self.n_failed = 0
+        self._steps: dict[bool, RecordedStep] = {}  # by whether they complete a chunk
         self._early: tuple[Launched, int] | None = None  # the step launched early, if any, and its token
 
     def early(self) -> tuple[Launched, int] | None:
@@ -178,7 +133,7 @@ class DecodeGraph:
         cache.make_space(start + 1)
         if (bound := self._bound_of(cache, start)) is None:
             return False
-        if self._step is None and any(x is not None and x.device != self.index.device for x in cache.memory):
+        if not self._steps and any(x is not None and x.device != self.index.device for x in cache.memory):
             self._refuse("its layers are on several devices")
             return False
         try:
@@ -186,8 +141,8 @@ class DecodeGraph:
             if early is not None and (early[0].start, early[0].layers, early[1]) == (start, cache.layers, token_id):
                 now = early[0]
             else:
-                now = self._launch(self._prepared(cache, lane.rope, bound), cache, start, token_id)
-            step, following = self._step, None
+                now = self._launch(self._prepared(cache, lane.rope, bound, start), cache, start, token_id)
+            step, following = self._steps.get(completes(cache, start + 1)), None
             if lane.ahead and step and step.replay and self._bound_of(cache, start + 1) == step.bound:
                 following = self._launch(step, cache, start + 1, None)
             likeliest, finite = now.read()
@@ -214,27 +169,29 @@ class DecodeGraph:
         """Return the longest text for which a step recorded at `start` is valid; None: do not record that step."""
         return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
 
-    def _prepared(self, cache: KVCache, rope: Rope, bound: int) -> RecordedStep:
-        """Return the current step, or a new one if `bound` or the tensors of the cache have changed."""
+    def _prepared(self, cache: KVCache, rope: Rope, bound: int, start: int) -> RecordedStep:
+        """Return the step for the token at `start`; a new one if `bound` or the tensors of the cache have changed."""
         memory = [None if x is None else ref(x) for x in cache.memory]  # a tensor's `ref` is always the same object
-        found, layers = self._step, cache.layers
+        is_last, layers = completes(cache, start), cache.layers
+        found = self._steps.pop(is_last, None)
         if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
+            self._steps[is_last] = found
             return found
-        self._step = None  # frees the memory of the graph
+        del found  # frees the memory of the graph
         # `work` must not refer to this object, which refers to `work`: no cycle may keep the cache of a closed context.
         model, driver = self.model, self.driver
         token, index, kept, numbers = self.token, self.index, self.logits, self.numbers
 
         def work() -> None:
             """Run the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
-            attend = driver.recorded(layers, rope, index, bound)
+            attend = driver.recorded(layers, rope, index, bound, is_last)
             attend = model.attending(attend, rope.positions(index))
             hidden = model(model.embedded(token), attend, generated=True)
             logits = model.logits(hidden, drawn=True)[0]
             kept.copy_(logits)
             numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
 
-        self._step = step = RecordedStep(bound, memory, work)
+        self._steps[is_last] = step = RecordedStep(bound, memory, work)
         return step
 
     def _launch(self, step: RecordedStep, cache: KVCache, start: int, token_id: int | None) -> Launched:
@@ -252,8 +209,10 @@ class DecodeGraph:
                 with _capturing:
                     step.replay = self.tape.record(step.work)
                 self.n_recorded += 1
-            except RuntimeError as error:
-                self._refuse(f"{type(error).__name__}: {error}")
+            except Exception as error:
+                self.n_failed += 1
+                if self.n_failed == TRIES:
+                    self._refuse(f"{type(error).__name__}: {error}")
         if step.replay is None:
             self.tape.warm_up(step.work)
             step.warm = True
@@ -263,4 +222,4 @@ class DecodeGraph:
         return Launched(start, cache.layers, self.logits.clone(), self.tape.reader(self.numbers))
 
     def _refuse(self, why: str) -> None:
-        self.refused, self._step = why, None
+        self.refused, self._steps = why, {}

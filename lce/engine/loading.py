@@ -99,7 +99,8 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
     if recorder is None and layout.on_cpu:
         recorder = KernelLists()
     elif recorder is None and layout.device.type == "cuda" and made.division is None:
-        from lce.engine.graph import CudaTape, Graphs
+        from lce.engine.graph import Graphs
+        from lce.engine.tape import CudaTape
 
         recorder = Graphs(CudaTape)
     with warmed(made, attention):

@@ -18,6 +18,7 @@ from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.engine.setup import Planned
+from lce.methods.decoding import completes
 from lce.methods.run import Driver
 from lce.models.layers import Attend, Model, model_class
 from lce.models.rope import Rope
@@ -76,7 +77,7 @@ def _read_texts(made: Planned, driver: Driver) -> None:
             cache.make_space(stop)
             bound = driver.method.bound(stop) if driver.method.promised("recorded") and cache.has_space(stop) else None
             if bound is not None:
-                _pass(model, 1, True, driver.recorded(cache.layers, turned, at, bound))
+                _pass(model, 1, True, driver.recorded(cache.layers, turned, at, bound, completes(cache, stop - 1)))
             read(cache, 1, decoding=True)
         length *= 2
 

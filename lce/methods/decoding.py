@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lce.attention import Attended, Runs, Turn, merge
+from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.cache.method_state import RecentRows
+from lce.cache.method_state import RecentRows, Summaries
 from lce.methods.attending import declared, turn_of
 from lce.methods.parts import CHOSEN, RECENT, Declaring
 from lce.methods.step import DeviceStep
@@ -43,6 +44,12 @@ def bound_for(n_tokens: int) -> int:
         return LEAST_BOUND
     quarter = 1 << ((n_tokens - 1).bit_length() - 3)
     return -(-n_tokens // quarter) * quarter
+
+
+def completes(cache: KVCache, start: int) -> bool:
+    """Return whether a method summarises a chunk as soon as the token at index `start` completes it."""
+    states = (state for layer in cache.layers for state in layer.state.values())
+    return any(isinstance(state, Summaries) and state.completes(start) for state in states)
 
 
 def decode_parts(method: Declaring, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:

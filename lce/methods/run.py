@@ -90,14 +90,15 @@ class Driver:
         }
         return Block(cache, steps, self.numbers)
 
-    def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int) -> Attend:
+    def recorded(self, layers: Sequence[LayerCache], rope: Rope, at: Tensor, bound: int, completes: bool) -> Attend:
         """Return a function that computes a layer's attention for one token, whose index `at [1]` is on the device.
 
         The method must promise `recorded`, and the cache must have space for the token. The caller begins and commits
         the cache. The function's work can be recorded once, as a CUDA graph, and replayed for each token of a text
-        of at most `bound` tokens.
+        of at most `bound` tokens. `completes` is as in `DeviceStep`.
         """
-        steps: list[Any] = [DeviceStep(at, bound, rope=rope.of(kind), **self._facts) for kind in self.methods]
+        made = DeviceStep(at, bound, completes, rope=rope, **self._facts)
+        steps: list[Any] = [replace(made, rope=rope.of(kind), memo={}) for kind in self.methods]
         methods, numbers = [*self.methods.values()], self.numbers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

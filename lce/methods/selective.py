@@ -158,11 +158,11 @@ class ChunkMethod(Method, ABC, promises=CHOOSING):
         )
 
     def bound(self, stop: int) -> int | None:
-        """Return the bound, without `complete` in the own chunk of the step; None if the step completes a chunk."""
+        """Return the bound, without `complete` in the own chunk of the step; None if such a step completes a chunk."""
         size = self.selection.size
-        if stop <= size or not stop % size:
-            return None
-        return super().bound(stop) if self.promised("complete") else (stop // size + 1) * size - 1
+        if stop > size and self.promised("complete"):
+            return super().bound(stop)
+        return (stop // size + 1) * size - 1 if stop > size and stop % size else None
 
     def promised(self, what: Promise) -> bool:
         if what == "recorded" and (self.selection.varies or not isinstance(self.selection.selector, SummarySelector)):

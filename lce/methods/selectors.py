@@ -73,7 +73,9 @@ class SummarySelector(Selector):
         """Summarise the chunks that this block completes, and store the queries of the chunk that stays incomplete."""
         size, at = selection.size, step.at
         if at is not None:
-            if self.uses_queries:
+            if cast(DeviceStep, step).completes:
+                self._summarise_on_device(method, q, size, cache, step)
+            elif self.uses_queries:
                 offset = step.once("offset in chunk", lambda: at % size)
                 cache.kept(OpenChunk, OPEN_QUERIES).write_on_device(q, offset)
             return
@@ -95,6 +97,17 @@ class SummarySelector(Selector):
         if self.uses_queries and open_from < step.stop:
             cache.kept(OpenChunk, OPEN_QUERIES).write(q[:, open_from - step.start :], open_from)
 
+    def _summarise_on_device(self, method: Method, q: Tensor, size: int, cache: LayerCache, step: Step) -> None:
+        """Keep the summary of the chunk that a recorded step completes; only the device knows which chunk that is."""
+        at = step.positions(q.device)
+        rows = step.once("chunk", lambda: at // size * size + torch.arange(size, device=q.device))
+        k, v = (x.index_select(1, rows)[:, None] for x in cache.whole)  # [G, 1, L, D]
+        queries = q.new_empty(len(q), 1, 0, q.shape[-1])
+        if self.uses_queries:
+            pending = cache.kept(OpenChunk, OPEN_QUERIES).buffer[:, : size - 1]
+            queries = self._turned(method, torch.cat((pending, q), dim=1)[:, None], rows[None], step)
+        cache.kept(Summaries, SUMMARIES).write_on_device(self.summarise(queries, k, v, step), at // size)
+
     def _complete(self, method: Method, q: Tensor, size: int, cache: LayerCache, step: Step) -> Tensor:
         first, stop = step.start // size, step.stop // size
         queries = q[:, : stop * size - step.start]
@@ -102,12 +115,18 @@ class SummarySelector(Selector):
             pending = cache.kept(OpenChunk, OPEN_QUERIES).span(first * size, step.start)
             queries = torch.cat((pending, queries), dim=1)
 
-        def make() -> Turn | None:
-            positions = method.key_positions(torch.arange(first * size, stop * size, device=q.device))
-            return None if positions is None else step.rope.turn(positions.view(stop - first, size), q.dtype)
+        rows = step.once("chunks", lambda: torch.arange(first * size, stop * size, device=q.device).view(-1, size))
+        return self._turned(method, queries.unflatten(1, (stop - first, size)), rows, step)
 
-        complete, turn = queries.unflatten(1, (stop - first, size)), step.once("chunk turn", make)
-        return complete if turn is None else rotate(complete, turn)
+    def _turned(self, method: Method, q: Tensor, indices: Tensor, step: Step) -> Tensor:
+        """Rotate the queries `[H, m, L, D]` of m chunks, of tokens at `indices [m, L]`, as their keys are cached."""
+
+        def make() -> Turn | None:
+            positions = method.key_positions(indices.view(-1))
+            return None if positions is None else step.rope.turn(positions.view(indices.shape), q.dtype)
+
+        turn = step.once("chunk turn", make)
+        return q if turn is None else rotate(q, turn)
 
     def scorer(self, method: Method, selection: Selection, q: Tensor, cache: LayerCache, step: Step) -> Scorer:
         summary = cache.kept(Summaries, SUMMARIES).span(0, step.stop // selection.size)

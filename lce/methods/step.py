@@ -113,11 +113,13 @@ class DeviceStep(PassFacts):
     """The facts about a decode step recorded once, as a CUDA graph, and replayed: the device has the token's index.
 
     `at [1]`, int64, is the index. No number and no shape on the host depends on the index; the host knows only that the
-    text has at most `bound` tokens. A hook that asks for `start` or `stop` fails, and the steps run unrecorded.
+    text has at most `bound` tokens, and whether the token `completes` a chunk, which is another recording. A hook that
+    asks for `start` or `stop` fails, and the steps run unrecorded.
     """
 
     at: Tensor
     bound: int
+    completes: bool = False
 
     def positions(self, device: torch.device) -> Tensor:
         return self.at

@@ -13,9 +13,14 @@ from lce_lab.eval.suite import MadeSuite, make_tasks
 
 ROWS = "full;longheads placement=true;pages budget=64 budget.local=16;pages budget=128 budget.local=16"
 HOW = "study_shared.py --model demo --dtype float32 --length 1.5 --questions 3 --samples 2 --documents 1 --tail 300"
+READERS = [
+    pytest.param("full", marks=pytest.mark.slow),
+    pytest.param("longheads placement=true", marks=pytest.mark.slow),
+    "pages budget=64 budget.local=16",
+]
 
 
-@pytest.mark.parametrize("reader", ["full", "longheads placement=true", "pages budget=64 budget.local=16"])
+@pytest.mark.parametrize("reader", READERS)
 def test_a_row_answers_as_if_it_had_read_alone(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("A letter came before the rain, and nobody had asked for it. " * 100)
     words = [*HOW.split(), "--task", "several_facts", "--essays", str(tmp_path), "--record", str(tmp_path)]

@@ -121,7 +121,7 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(data=st.data(), tiered=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_truncated_cache_is_as_if_no_more_had_been_read(data: st.DataObject, tiered: bool) -> None:
     with TemporaryDirectory() as folder:
         cache, k, start = KVCache.empty(tight(Path(folder)) if tiered else SMALL), keys_of(SMALL, 0), 0

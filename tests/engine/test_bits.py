@@ -299,7 +299,7 @@ class Way:
 
 
 @pytest.mark.timeout(100_000)
-@pytest.mark.parametrize("n_cases", [8, pytest.param(100, marks=SLOW)])
+@pytest.mark.parametrize("n_cases", [8, pytest.param(50, marks=SLOW)])
 def test_random_ways(n_cases: int, folder: Path, tmp_path: Path) -> None:
     """Splits, hits, forks, restarts, stops, lanes and threads, of all methods and types of weights, drawn by seeds."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "max_position_embeddings": 64}

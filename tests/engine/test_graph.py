@@ -18,10 +18,11 @@ from torch import Tensor
 import lce
 from lce.attention import Attended, Attention, Runs, Turn, rotate
 from lce.attention.compiled import Compiled
-from lce.engine.graph import DecodeGraph, Graphs, Work
+from lce.engine.graph import DecodeGraph, Graphs
 from lce.engine.lanes import one_by_one
 from lce.engine.recorder import KernelLists
 from lce.engine.running import append, unread
+from lce.engine.tape import Work
 from lce.kernels.runtime import launching
 from lce.methods import Full, LongHeads, Method, Quest, ReRope, SelfExtend
 from lce.methods.step import Step

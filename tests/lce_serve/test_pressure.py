@@ -46,7 +46,7 @@ def pairs(url: str, numbers: range) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("n", "memory"), [(5000, 8 << 30), (600, 4 << 20)])
+@pytest.mark.parametrize(("n", "memory"), [(2500, 8 << 30), (600, 4 << 20)])
 def test_contexts_are_kept_with_few_descriptors(n: int, memory: int, chat_model: Path) -> None:
     """Each second request grows on the one before. As many contexts are kept as there is memory for: once, all."""
     limits = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))  # noqa: E731

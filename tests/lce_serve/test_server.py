@@ -130,7 +130,7 @@ def test_what_ends_the_command_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.timeout(7200)
 def test_no_answer_is_lost_or_another_ones(chat_model: Path) -> None:
     """Many clients for a while, each answer beside its own, asked alone. `LCE_SOAK_MINUTES=30` makes it long."""
-    minutes = float(os.environ.get("LCE_SOAK_MINUTES", "2"))
+    minutes = float(os.environ.get("LCE_SOAK_MINUTES", "1"))
     command = [sys.executable, SOAK, "-m", chat_model, "--minutes", str(minutes), "--check", str(minutes / 8)]
     command += ["--cache-memory", os.environ.get("LCE_SOAK_MEMORY", "16MiB")]
     with Process(command) as process:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lce.cache.kv import KVCache
 from lce.cache.layout import Budgets
 from lce.methods import Driver, Method, Rope, RopeConfig, available, make
-from lce.methods.decoding import bound_for
+from lce.methods.decoding import bound_for, completes
 from lce.methods.longheads import LongHeads
 from lce.methods.selective import SelectiveMethod
 from lce.methods.step import Step
@@ -64,7 +64,7 @@ def differences(
         else:
             at.fill_(i)
             cache.begin()
-            out = driver.recorded(cache.layers, rope, at, bound)(0, *token)
+            out = driver.recorded(cache.layers, rope, at, bound, completes(cache, i))(0, *token)
             cache.appended(i + 1)
             cache.commit()
             recorded.append(i)

@@ -152,6 +152,18 @@ class CUDAGraph:
         self.streams: list[Stream] = []
         self.captured = False
 
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        """In the current stream. Only a relaxed capture takes what other threads and the collector do meanwhile."""
+        stream = self.gpus.current_stream()
+        assert stream.late, "the default stream cannot capture"
+        assert not self.work, "a graph captures once"
+        stream.graph, self.streams, self.mode = self, [stream], capture_error_mode
+
+    def capture_end(self) -> None:
+        for stream in self.streams:
+            stream.graph = None
+        self.captured = True
+
     def use(self, memory: Memory) -> None:
         if memory.graph is not self:
             self.uses[id(memory)] = memory
@@ -179,11 +191,8 @@ class Capture:
         self.gpus.synchronize()
         self.entered.__enter__()
         self.stream.wait_stream(self.gpus.defaults[self.stream.device.index])
-        assert not self.graph.work, "a graph captures once"
-        self.stream.graph, self.graph.streams = self.graph, [self.stream]
+        self.graph.capture_begin()
 
     def __exit__(self, *exc: Any) -> None:
-        for stream in self.graph.streams:
-            stream.graph = None
-        self.graph.captured = True
+        self.graph.capture_end()
         self.entered.__exit__(*exc)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import lce
-from lce.engine.graph import CudaTape, DecodeGraph, Work
+from lce.engine.graph import DecodeGraph
+from lce.engine.tape import CudaTape, Work
 from lce.kernels.runtime import launching
 from lce.methods import DualChunk, Full, LongHeads, Method, Quest
 from tests.checkpoints import tokens
@@ -18,7 +19,10 @@ tl = pytest.importorskip("triton.language")
 ATTENTION = ["_append", "_merge_row", "_rows_together"]
 CHOICE = ["_append", "_choose", "_merge_row", "_one_row", "_score"]
 PRODUCTS = ["_product"] * 4
+SUMMARY = ["_rotate", "_softmax", "_to_copy", "amax", "bmm", "cat", "div", "div", "floor_divide", "index_copy_"]
+SUMMARY += ["index_select", "index_select", "mean", "mul", "sum", "sum"]
 CASES: dict[str, tuple[Method, list[str]]] = {  # what a layer launches
+    "completes": (LongHeads(chunk_size=17, chunks=4), [*ATTENTION, "_choose", "_score", *PRODUCTS, *SUMMARY]),
     "full": (Full(), ATTENTION + PRODUCTS),
     "dca": (DualChunk(chunk_size=16), ATTENTION + PRODUCTS),
     "longheads": (LongHeads(chunk_size=8, chunks=4, share="head"), CHOICE + PRODUCTS + ["index_copy_"]),
@@ -41,7 +45,7 @@ def test_launches_of_a_step(name: str, triton_gpus: Gpus, tiny_model: Path, monk
         monkeypatch.setattr(engine.setup.model, "_of_generated", engine.setup.model._of_generated[:n_layers])
         setup, tape = engine.setup, CudaTape(engine.setup.device)
         graph = DecodeGraph(setup.model, setup.driver, context.cache, tape)
-        work = graph._prepared(context.cache, context.rope, bound).work
+        work = graph._prepared(context.cache, context.rope, bound, 50).work
 
         def count(work: Work = work) -> None:
             with triton_gpus.counting() as counts:

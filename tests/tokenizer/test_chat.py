@@ -250,7 +250,7 @@ def use_any(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [8, 200])
+@pytest.mark.parametrize("n", [8, 100])
 def test_any_filter_or_method_ends(n: int) -> None:
     settings(max_examples=n, deadline=None)(given(data=st.data())(use_any))()
 
