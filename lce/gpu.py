@@ -9,9 +9,21 @@ from typing import TYPE_CHECKING
 
 from lce.kernels.runtime import launching
 
-__all__ = ["attention", "choices", "chosen", "decoding", "elementwise", "launching", "merging", "products", "rows"]
+__all__ = [
+    "attention",
+    "best",
+    "choices",
+    "chosen",
+    "decoding",
+    "elementwise",
+    "launching",
+    "merging",
+    "products",
+    "rows",
+]
 
 if TYPE_CHECKING:
+    from lce.kernels.choose import best_triton as best
     from lce.kernels.choose import choices_triton as choices
     from lce.kernels.dense import attention_triton as attention
     from lce.kernels.elementwise import elementwise_triton as elementwise
@@ -21,8 +33,10 @@ if TYPE_CHECKING:
     from lce.kernels.routed import decoding_triton as decoding
     from lce.kernels.rows import rows_triton as rows
 else:
-    _NAMES = "attention choices chosen decoding elementwise merging products rows".split()
-    _FOLDERS = dict(zip(_NAMES, "dense choose routed routed elementwise merge product rows".split(), strict=True))
+    _NAMES = "attention best choices chosen decoding elementwise merging products rows".split()
+    _FOLDERS = dict(
+        zip(_NAMES, "dense choose choose routed routed elementwise merge product rows".split(), strict=True)
+    )
 
     def __getattr__(name: str) -> ModuleType:
         return importlib.import_module(f"lce.kernels.{_FOLDERS[name]}.{name}_triton")

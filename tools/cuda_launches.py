@@ -52,7 +52,7 @@ def _chosen(dtype: torch.dtype, dim: int, n_queries: int, size: int, per_slot: b
     q, k = torch.empty(8, n_queries, dim, dtype=dtype), torch.empty(64, size, dim, dtype=dtype)
     cos, ids = torch.empty(64, dim // 2, dtype=dtype), torch.zeros(8, n_queries, 32, dtype=torch.int64)
     rows, index = ids[0] if per_slot else ids[0, :, :1], torch.zeros(4, 16, dtype=torch.int64)
-    chosen_attention(q, cos, cos, rows, ids, [(k, k, index)])
+    chosen_attention(q, (cos, cos), rows, ids, [(k, k, index)])
 
 
 def _combine(dtype: torch.dtype, n_parts: int) -> None:
@@ -80,7 +80,7 @@ def _attention() -> Iterator[Call]:
         yield Call(f"dense unmasked {at}", partial(_dense, dtype, dim, 1, 256, 256, None, False, False))
         for size in (32, 256):
             yield Call(f"chosen block of {size} {at}", partial(_chosen, dtype, dim, 1024, size), True)
-            yield Call(f"chosen one query of {size} {at}", partial(_chosen, dtype, dim, 1, size), spills)
+            yield Call(f"chosen one query of {size} {at}", partial(_chosen, dtype, dim, 1, size), True)
         yield Call(f"chosen at one turn {at}", partial(_chosen, dtype, dim, 1024, 128, False), spills)
     for name, dtype in DTYPES.items():
         spills = dtype is torch.float32

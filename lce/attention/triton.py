@@ -54,7 +54,7 @@ class Triton(Compiled):
             return super().routed(q, turns, chunk_ids, chain(some, rounds), memory, generated)
         with section("attention", count_routed, q, chunk_ids):
             found = ((some.k, some.v, some.index) for some in chain((first,), rounds))
-            return gpu.chosen.chosen_attention(q, *turns.table, turns.rows, chunk_ids, found)
+            return gpu.chosen.chosen_attention(q, turns.table, turns.rows, chunk_ids, found)
 
 
 def _fits(q: Tensor, *others: Tensor) -> bool:

@@ -1,12 +1,10 @@
 """Attention of many queries to their chosen chunks on GPUs: one online softmax walks the chunks that any of them chose.
 
-A program has a block of queries of one KV head's query heads. Each row walks its own list of chunks; a step takes the
-lowest chunk that is next in any row's list, and rows whose next chunk is another one do not see the step's keys. Steps
-thus go over the union of the lists, and nothing but the result is written. A step that a row does not see leaves the
-row's bits unchanged, so a row's result does not depend on the other rows of its block.
+Each row of a block walks its own list. A step takes the lowest chunk that is next in any row's list, and rows whose
+next chunk is another one do not see its keys: that leaves a row's bits unchanged, so no result depends on other rows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import triton
@@ -24,29 +22,19 @@ NONE = tl.constexpr(0x7FFF_FFFF)  # the chunk of a step in which no row has a ch
 
 
 def chosen_attention(
-    q: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Tensor,
-    chunk_ids: Tensor,
-    rounds: Iterable[tuple[Tensor, Tensor, Tensor]],
+    q: Tensor, turn: Sequence[Tensor], rows: Tensor, chunk_ids: Tensor, rounds: Iterable[tuple[Tensor, Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of unrotated queries `q [H, T, D]` to lists of chunks, as `Attention.routed` does.
 
-    `chunk_ids [H, T, K]` are best ascending; -1 is no chunk. For slot s, query t is rotated by row `rows[t, s]` of
-    `cos sin [P, D/2]`; `rows` is `[T, K]`, `[T, 1]` or `[1, 1]`. A round is `k v [E, L, D]` and `index [G, chunks]`:
-    the number of each chunk's tile, or -1 for a chunk of another round. If few programs would run, lists are split into
-    pieces, and the pieces' results are merged. The host does not wait for the device.
-
-    Time: O(H · U · L · D) for unions of U chunks, summed over blocks of queries. Bytes moved: the keys and values of a
-    block's union once per block; per slot 8 bytes; per piece 2 · H · T · D numbers.
+    `turn` is the table's cosines and sines. A round is `k v` and `index` of `Tiles`. Lists are best ascending. If few
+    programs would run, lists are split into pieces, whose results are merged. The host does not wait for the device.
+    Time for unions of U chunks: O(H · T · U · L · D). Bytes moved: a union's keys and values once per block of rows.
     """
     (n_heads, n_queries, dim), n_slots = q.shape, chunk_ids.shape[-1]
-    assert chunk_ids.shape == (n_heads, n_queries, n_slots), chunk_ids.shape
-    assert rows.shape[0] in (1, n_queries), rows.shape
-    assert rows.shape[1] == 1 or rows.shape[1] >= n_slots, (rows.shape, n_slots)
+    assert chunk_ids.shape[:2] == q.shape[:2], chunk_ids.shape
+    assert len(rows) in (1, n_queries), rows.shape
     assert chunk_ids.dtype == rows.dtype == torch.int64
-    turn = tuple(x.contiguous() for x in (cos, sin))
+    turn = tuple(x.contiguous() for x in turn)
     out: Tensor | None = None
     for k, v, index in rounds:
         n_groups, (n_tiles, size, _) = len(index), k.shape

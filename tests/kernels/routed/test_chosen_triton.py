@@ -54,7 +54,7 @@ def test_chosen_attention(case: tuple[int, int, int, int, int, int, int, bool, t
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     rows = torch.arange(n * n_slots).view(n, n_slots)[:, : n_slots if per_slot else 1] % 7
     q_, cos_, sin_, rows_, chosen_, k_, v_ = on_device(q, cos, sin, rows, chosen, k, v)
-    out, lse = chosen_attention(q_, cos_, sin_, rows_, chosen_, [tiles_of(k_, v_)])
+    out, lse = chosen_attention(q_, (cos_, sin_), rows_, chosen_, [tiles_of(k_, v_)])
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     turns = Turn(cos[rows], sin[rows])
     assert_same((out.cpu().float(), lse.cpu()), routed(q, turns, chosen, (k, v)), MOST[dtype])
@@ -65,14 +65,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_rounds() -> None:
     q, k, v, chosen = given(4, 2, 34, 4, 12, 16, 32, torch.bfloat16)
     cos, rows = random(9, 16, dtype=torch.bfloat16, seed=5), torch.arange(34 * 4).view(34, 4) % 9
     q, k, v, chosen, cos, rows = on_device(q, k, v, chosen, cos, rows)
-    out, lse = chosen_attention(q, cos, cos, rows, chosen, [tiles_of(k, v)])
+    out, lse = chosen_attention(q, (cos, cos), rows, chosen, [tiles_of(k, v)])
     tile_k, tile_v, index = tiles_of(k, v)
     column = torch.arange(12, device=k.device)
     rounds = [(tile_k, tile_v, index.masked_fill((column >= 7) == late, -1)) for late in (True, False)]
-    again = chosen_attention(q, cos, cos, rows, chosen, rounds)
+    again = chosen_attention(q, (cos, cos), rows, chosen, rounds)
     assert torch.equal(out, again[0])
     assert torch.equal(lse, again[1])
     others = chosen.clone()
     others[:, ::2] = others[:, ::2].flip(1)
-    changed, _ = chosen_attention(q, cos, cos, rows, others, [tiles_of(k, v)])
+    changed, _ = chosen_attention(q, (cos, cos), rows, others, [tiles_of(k, v)])
     assert torch.equal(out[:, 1::2], changed[:, 1::2])
