@@ -151,7 +151,15 @@ def _choices_of_a_block(dtype: torch.dtype, n_chunks: int) -> None:
     choices.scores_of_few(torch.empty(8, 4, 128, dtype=dtype), torch.empty(8, n_chunks, 128, dtype=dtype))
 
 
+def _best(dtype: torch.dtype, n_scores: int) -> None:
+    from lce.kernels.choose.best_triton import best_tokens
+
+    best_tokens(torch.empty(n_scores, dtype=dtype), 4)
+
+
 def _rest() -> Iterator[Call]:
+    for n_scores in (32_768, 131_072):
+        yield Call(f"best of {n_scores}", partial(_best, torch.float32, n_scores))
     for name, dtype in DTYPES.items():
         for n in range(1, 5):
             for size, rows in ((4096, 6144), (14_336, 4096), (2048, 2048), (896, 1152)):

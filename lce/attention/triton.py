@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lce import gpu
-from lce.attention.attention import Attended, Memory
+from lce.attention.attention import Attended
 from lce.attention.compiled import Compiled
 from lce.attention.tiles import Runs, Tiles
 from lce.attention.turn import SlotTurns
@@ -40,18 +40,12 @@ class Triton(Compiled):
         return out[:, None], lse[:, None]
 
     def routed(
-        self,
-        q: Tensor,
-        turns: SlotTurns,
-        chunk_ids: Tensor,
-        tiles: Iterable[Tiles],
-        memory: Memory | None = None,
-        generated: bool = False,
+        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], generated: bool = False
     ) -> Attended:
         rounds = iter(tiles)
         if (first := next(rounds, None)) is None or not _fits(q, first.k, first.v):
             some = () if first is None else (first,)
-            return super().routed(q, turns, chunk_ids, chain(some, rounds), memory, generated)
+            return super().routed(q, turns, chunk_ids, chain(some, rounds), generated)
         with section("attention", count_routed, q, chunk_ids):
             found = ((some.k, some.v, some.index) for some in chain((first,), rounds))
             return gpu.chosen.chosen_attention(q, turns.table, turns.rows, chunk_ids, found)

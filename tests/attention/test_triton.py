@@ -33,8 +33,7 @@ def test_routed(attention: Attention, n_queries: int, per_slot: bool) -> None:
     chosen = torch.rand(4, n_queries, 6, generator=torch.Generator().manual_seed(4)).argsort(-1)[..., :3]
     chosen[0, :, 1] = -1
     chosen[1, 0] = -1
-    memory = torch.full((chosen.numel() * 16,), torch.nan)
-    part = attention.routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)], lambda: memory)
+    part = attention.routed(q, slots(turns), chosen, [Tiles.of_chunks(k, v)])
     assert_same(part, routed(q, turns, chosen, (k, v)))
 
 
