@@ -9,19 +9,34 @@ from typing import TYPE_CHECKING
 
 from lce.kernels.runtime import launching
 
-__all__ = ["attention", "choices", "decoding", "elementwise", "launching", "merging", "products", "rows"]
+__all__ = [
+    "attention",
+    "best",
+    "choices",
+    "chosen",
+    "decoding",
+    "elementwise",
+    "launching",
+    "merging",
+    "products",
+    "rows",
+]
 
 if TYPE_CHECKING:
+    from lce.kernels.choose import best_triton as best
     from lce.kernels.choose import choices_triton as choices
     from lce.kernels.dense import attention_triton as attention
     from lce.kernels.elementwise import elementwise_triton as elementwise
     from lce.kernels.merge import merging_triton as merging
     from lce.kernels.product import products_triton as products
+    from lce.kernels.routed import chosen_triton as chosen
     from lce.kernels.routed import decoding_triton as decoding
     from lce.kernels.rows import rows_triton as rows
 else:
-    _NAMES = "attention choices decoding elementwise merging products rows".split()
-    _FOLDERS = dict(zip(_NAMES, "dense choose routed elementwise merge product rows".split(), strict=True))
+    _NAMES = "attention best choices chosen decoding elementwise merging products rows".split()
+    _FOLDERS = dict(
+        zip(_NAMES, "dense choose choose routed routed elementwise merge product rows".split(), strict=True)
+    )
 
     def __getattr__(name: str) -> ModuleType:
         return importlib.import_module(f"lce.kernels.{_FOLDERS[name]}.{name}_triton")

@@ -46,15 +46,13 @@ def _dense(
     dense_attention(torch.empty(4 * rep, n_queries, dim, dtype=dtype), k, k, causal, window, *turn)
 
 
-def _tiles(dtype: torch.dtype, dim: int, n_queries: int, size: int) -> None:
-    from lce.kernels.dense.attention_triton import tile_attention
+def _chosen(dtype: torch.dtype, dim: int, n_queries: int, size: int, per_slot: bool = True) -> None:
+    from lce.kernels.routed.chosen_triton import chosen_attention
 
-    n_slots, q = 4, torch.empty(4, n_queries, dim, dtype=dtype)
-    k, cos = torch.empty(8, size, dim, dtype=dtype), torch.empty(n_queries, n_slots, dim // 2, dtype=dtype)
-    n = 4 * n_queries * n_slots
-    tile_attention(
-        q, cos, cos, torch.zeros(n, dtype=torch.int64), k, k, torch.empty(n, dim, dtype=dtype), torch.empty(n)
-    )
+    q, k = torch.empty(8, n_queries, dim, dtype=dtype), torch.empty(64, size, dim, dtype=dtype)
+    cos, ids = torch.empty(64, dim // 2, dtype=dtype), torch.zeros(8, n_queries, 32, dtype=torch.int64)
+    rows, index = ids[0] if per_slot else ids[0, :, :1], torch.zeros(4, 16, dtype=torch.int64)
+    chosen_attention(q, (cos, cos), rows, ids, [(k, k, index)])
 
 
 def _combine(dtype: torch.dtype, n_parts: int) -> None:
@@ -80,9 +78,10 @@ def _attention() -> Iterator[Call]:
         yield Call(f"dense block window {at}", partial(_dense, dtype, dim, 4, 1024, 8192, 4096))
         yield Call(f"dense few {at}", partial(_dense, dtype, dim, 1, 40, 8192, None, False))
         yield Call(f"dense unmasked {at}", partial(_dense, dtype, dim, 1, 256, 256, None, False, False))
-        yield Call(f"tiles block {at}", partial(_tiles, dtype, dim, 256, 256))
-        yield Call(f"tiles ragged {at}", partial(_tiles, dtype, dim, 256, 100))
-        yield Call(f"tiles one query {at}", partial(_tiles, dtype, dim, 1, 256), spills)
+        for size in (32, 256):
+            yield Call(f"chosen block of {size} {at}", partial(_chosen, dtype, dim, 1024, size), True)
+            yield Call(f"chosen one query of {size} {at}", partial(_chosen, dtype, dim, 1, size), True)
+        yield Call(f"chosen at one turn {at}", partial(_chosen, dtype, dim, 1024, 128, False), spills)
     for name, dtype in DTYPES.items():
         spills = dtype is torch.float32
         yield Call(f"decode 64 rows {name} 128", partial(_decode, dtype, 128, 64, 1, 1), spills)
@@ -152,7 +151,15 @@ def _choices_of_a_block(dtype: torch.dtype, n_chunks: int) -> None:
     choices.scores_of_few(torch.empty(8, 4, 128, dtype=dtype), torch.empty(8, n_chunks, 128, dtype=dtype))
 
 
+def _best(dtype: torch.dtype, n_scores: int) -> None:
+    from lce.kernels.choose.best_triton import best_tokens
+
+    best_tokens(torch.empty(n_scores, dtype=dtype), 4)
+
+
 def _rest() -> Iterator[Call]:
+    for n_scores in (32_768, 131_072):
+        yield Call(f"best of {n_scores}", partial(_best, torch.float32, n_scores))
     for name, dtype in DTYPES.items():
         for n in range(1, 5):
             for size, rows in ((4096, 6144), (14_336, 4096), (2048, 2048), (896, 1152)):

@@ -8,7 +8,7 @@ import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,6 @@ from lce.kernels.runtime.shared import ALIGNED, READ_PIECE
 from lce.profiling import count_dense, count_routed, section
 
 Attended = tuple[Tensor, Tensor]  # outputs [..., T, D], and log-sum-exps [..., T] (float32, natural logarithm)
-Memory = Callable[[], Tensor]  # returns memory to write to
 
 
 @dataclass(frozen=True)
@@ -137,13 +136,7 @@ class Attention(ABC):
         """Compute what `dense` returns, for at least one query and one key, and N ≥ T if causal, in any order."""
 
     def routed(
-        self,
-        q: Tensor,
-        turns: SlotTurns,
-        chunk_ids: Tensor,
-        tiles: Iterable[Tiles],
-        memory: Memory | None = None,
-        generated: bool = False,
+        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], generated: bool = False
     ) -> Attended:
         """Compute attention where each query of each head sees its own list of whole chunks.
 
@@ -152,14 +145,12 @@ class Attention(ABC):
         one or more rounds: a round has later chunks of a KV head than the rounds before.
         Returns `out [H, T, D]`, `lse [H, T]`.
 
-        Time: O(H · T · K · L · D). A backend that keeps partial results of each slot writes them to `memory()`, if
-        given: a flat tensor of H·T·K·D numbers, used for all layers because new memory is slow. `generated` is that of
-        `Order`.
+        Time: O(H · T · K · L · D). `generated` is that of `Order`.
         """
         n_heads, n_queries, n_slots = chunk_ids.shape
         with section("attention", count_routed, q, chunk_ids):
             queries, spread = None, turns.table.at(turns.rows)  # [T, K, D/2]
-            out = (q.new_empty(chunk_ids.numel() * q.shape[-1]) if memory is None else memory()).view(-1, q.shape[-1])
+            out = q.new_empty(chunk_ids.numel(), q.shape[-1])
             lse = q.new_full((chunk_ids.numel(),), -torch.inf, dtype=torch.float32)
             for some in tiles:  # every chosen chunk is in exactly one round
                 queries = queries or SlotQueries(q, spread, n_slots, n_heads // len(some.index))

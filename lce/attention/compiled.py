@@ -7,7 +7,7 @@ from types import ModuleType
 from torch import Tensor
 
 from lce.attention import int8_rows
-from lce.attention.attention import READ, Attended, Memory, Order
+from lce.attention.attention import READ, Attended, Order
 from lce.attention.tiles import Tiles
 from lce.attention.torch import Torch
 from lce.attention.turn import SlotTurns, Turn
@@ -69,16 +69,10 @@ class Compiled(Torch):
         return self.softmax(q, k, v, causal=False) if alone else super().softmax_of_tiles(q, k, v)
 
     def routed(
-        self,
-        q: Tensor,
-        turns: SlotTurns,
-        chunk_ids: Tensor,
-        tiles: Iterable[Tiles],
-        memory: Memory | None = None,
-        generated: bool = False,
+        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], generated: bool = False
     ) -> Attended:
         if self.kernels(q, *turns.table) is not attention:
-            return super().routed(q, turns, chunk_ids, tiles, memory, generated)
+            return super().routed(q, turns, chunk_ids, tiles, generated)
         with section("attention", count_routed, q, chunk_ids):
             found = attention.RoutedAttention(q, *turns.table, turns.rows, chunk_ids, generated)
             for some in tiles:

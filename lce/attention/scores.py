@@ -246,7 +246,10 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     """Return indices `[n]`, ascending, of the largest scores `[M]` after `spread`; among equal scores the last."""
     if compiled_for(scores):
         return choices.best_tokens(scores.float().contiguous(), n, eps)
-    return best_first(spread(scores, eps), n).sort().values
+    scores = spread(scores, eps)
+    if gpu.launching.runs_on(scores) and n:
+        return gpu.best.best_tokens(scores, n)
+    return best_first(scores, n).sort().values
 
 
 def best_runs(q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **how: Any) -> tuple[Tensor, Tensor] | None:

@@ -1,5 +1,7 @@
 """The backend of lce's own GPU kernels, which are written in Triton."""
 
+from collections.abc import Iterable
+from itertools import chain
 from types import ModuleType
 
 import torch
@@ -8,7 +10,9 @@ from torch import Tensor
 from lce import gpu
 from lce.attention.attention import Attended
 from lce.attention.compiled import Compiled
-from lce.attention.tiles import Runs, SlotQueries
+from lce.attention.tiles import Runs, Tiles
+from lce.attention.turn import SlotTurns
+from lce.profiling import count_routed, section
 
 
 class Triton(Compiled):
@@ -35,16 +39,16 @@ class Triton(Compiled):
         out, lse = gpu.decoding.attend_runs(q[:, 0], k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
         return out[:, None], lse[:, None]
 
-    def dispatch(self, queries: SlotQueries, tile: Tensor, k: Tensor, v: Tensor, into: Attended) -> None:
-        if not _fits(queries.q, k, v):
-            super().dispatch(queries, tile, k, v, into)
-        elif tile.numel():
-            gpu.attention.tile_attention(queries.q, *queries.turns, tile, k, v, *into)
-
-    def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:
-        if not _fits(out):
-            return super().merge_slots(out, lse)
-        return gpu.merging.merge_pieces(out.movedim(2, 0), lse.movedim(2, 0), out.dtype)
+    def routed(
+        self, q: Tensor, turns: SlotTurns, chunk_ids: Tensor, tiles: Iterable[Tiles], generated: bool = False
+    ) -> Attended:
+        rounds = iter(tiles)
+        if (first := next(rounds, None)) is None or not _fits(q, first.k, first.v):
+            some = () if first is None else (first,)
+            return super().routed(q, turns, chunk_ids, chain(some, rounds), generated)
+        with section("attention", count_routed, q, chunk_ids):
+            found = ((some.k, some.v, some.index) for some in chain((first,), rounds))
+            return gpu.chosen.chosen_attention(q, turns.table, turns.rows, chunk_ids, found)
 
 
 def _fits(q: Tensor, *others: Tensor) -> bool:

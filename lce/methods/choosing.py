@@ -141,17 +141,14 @@ def attend_chosen(
 def _attend_lists(q: Tensor, chosen: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -> Attended:
     n_slots, slots, bands, table = chosen.shape[-1], placed.slots, placed.part.bands, placed.turn
 
-    def memory() -> Tensor:
-        return step.once(f"parts {n_slots}", lambda: q.new_empty(chosen.numel() * q.shape[-1]))
-
     if bands is None or slots is None:
         turns = _slot_turns(placed, n_slots, q, step)
-        return step.attention.routed(q, turns, chosen, cache.tiles(chosen), memory, generated=step.decoding)
+        return step.attention.routed(q, turns, chosen, cache.tiles(chosen), generated=step.decoding)
     band, found = band_of(bands, chosen), list[Attended]()
     for number in reversed(range(slots.shape[1])):  # the last request for pages is the one that is prefetched
         some, rows = chosen.masked_fill(band != number, -1), slots[:, number : number + 1]
         turns = SlotTurns(table, rows)
-        found.append(step.attention.routed(q, turns, some, cache.tiles(some), memory, generated=step.decoding))
+        found.append(step.attention.routed(q, turns, some, cache.tiles(some), generated=step.decoding))
     return combine(found)
 
 

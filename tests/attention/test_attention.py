@@ -134,8 +134,7 @@ def test_routed(
     turns, chosen = turns_of(n_queries, 3 if per_slot else 1, dtype), choices(kind, heads[0], n_queries, 3, 6)
     there = Turn(turns.cos.to(device), turns.sin.to(device))
     tiles = [Tiles.of_chunks(k.to(device), v.to(device))]
-    memory = torch.full((chosen.numel() * 16,), torch.nan, dtype=dtype, device=device)
-    part = Attention.choose(name).routed(q.to(device), slots(there), chosen.to(device), tiles, lambda: memory)
+    part = Attention.choose(name).routed(q.to(device), slots(there), chosen.to(device), tiles)
     assert part[0].dtype == dtype
     assert_same(part, routed(q, turns, chosen, (k, v)), 2 * HALF.get(dtype, 1.5e-5 if device == "cpu" else 1e-4))
 

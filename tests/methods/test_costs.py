@@ -72,13 +72,11 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
         with made.named(ATTENTION):
             return dense(self, q, k, v, causal, window, **more)
 
-    def count_routed(
-        self: Attention, q: Tensor, turns: Any, chunk_ids: Tensor, tiles: Any, memory: Any = None, **more: Any
-    ) -> Any:
+    def count_routed(self: Attention, q: Tensor, turns: Any, chunk_ids: Tensor, tiles: Any, **more: Any) -> Any:
         tiles = list(tiles)
         made.attended(q, int((chunk_ids >= 0).sum()) * tiles[0].k.shape[1])
         with made.named(ATTENTION):
-            return routed(self, q, turns, chunk_ids, tiles, memory, **more)
+            return routed(self, q, turns, chunk_ids, tiles, **more)
 
     monkeypatch.setattr(Attention, "dense", count_dense)
     monkeypatch.setattr(Attention, "routed", count_routed)

@@ -1,7 +1,7 @@
-"""Attention on GPUs (FlashAttention-2, Dao, 2023): of queries to all keys, or of each query to tiles chosen for it.
+"""Attention of queries to all keys on GPUs (FlashAttention-2, Dao, 2023).
 
-A tile is the keys and values of one chunk of one KV head. Shapes alone determine the grids and the order of each sum,
-so a query's result depends neither on other queries nor on the place of its keys in memory.
+Shapes alone determine the grids and the order of each sum, so a query's result depends neither on other queries nor on
+the place of its keys in memory.
 """
 
 import torch
@@ -47,59 +47,6 @@ def dense_attention(
     seen = {"CAUSAL": causal, "WINDOW": causal and window is not None}
     launch(_dense_rows, grid, *vectors, turns, out, lse, sizes, score_scale(dim), REP=rep, **seen, B=blocks, **options)
     return (out, lse) if n_pieces == 1 else merging.merge_pieces(out, lse, q.dtype)
-
-
-def tile_attention(
-    q: Tensor, cos: Tensor, sin: Tensor, tile: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """Compute attention of each row to its tile, as `lce.kernels.dense.attention.tile_attention` does.
-
-    Rows are sorted by tile, and a program computes a block of rows that attend the same tile. With up to 4 queries,
-    each row has its own program instead. The host does not wait for the device. Time for A rows and L keys per tile:
-    O(A · L · D), and a sort of A numbers.
-    """
-    n_heads, n_queries, dim = q.shape
-    n_rows, (n_tiles, size, _) = tile.numel(), k.shape
-    n_slots = n_rows // max(1, n_heads * n_queries)
-    assert k.shape == v.shape == (n_tiles, size, dim), (k.shape, v.shape)
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    cos, sin = (x.expand(n_queries, -1, -1).contiguous() for x in (cos, sin))
-    assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2), (cos.shape, sin.shape)
-    assert cos.shape[1] in (1, n_slots), (cos.shape, n_slots)
-    assert (tile.dtype, out.shape, lse.shape) == (torch.int64, (n_rows, dim), (n_rows,)), (out.shape, lse.shape)
-    assert all(x.is_contiguous() for x in (tile, out, lse))
-    if not n_rows:
-        return
-    alone = n_queries <= 4
-    blocks, options = _blocks(q.dtype, dim, 16 if alone else 64)
-    order = starts = block_tile = tile
-    if not alone:
-        order, starts, block_tile = sorted_blocks(tile, n_tiles, blocks.rows)
-    sorting, vectors = (order, starts, block_tile), (heads(q), heads(k), heads(v))
-    sizes, constants = (n_queries, n_slots, cos.shape[1], n_tiles, size), {"ALONE": alone, "B": blocks, **options}
-    scale, even = score_scale(dim), size % blocks.keys == 0
-    launch(_tile_rows, block_tile.shape, *vectors, (cos, sin), sorting, out, lse, sizes, scale, EVEN=even, **constants)
-
-
-def sorted_blocks(tile: Tensor, n_tiles: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort A rows by tile number, `tile [A]`, and cut them into blocks of at most `size` rows with the same tile.
-
-    Returns three tensors for E tiles and B blocks. `order [A]` has the rows sorted by tile; rows without a tile (-1)
-    come first. `starts [2, E + 1]` has for each tile the index in `order` of its first row and the number of its first
-    block. `block_tile [B]` has the tile of each block, or E for a block that does not exist. B is an upper bound, so
-    the host need not wait for the device.
-
-    Example: tiles 1, 0, 1, 1 in blocks of 2 have the order 1, 0, 2, 3, first rows 0, 1, 4 and first blocks 0, 1, 3.
-    """
-    sorted_tiles, order = tile.to(torch.int32).sort(stable=True)
-    numbers = torch.arange(n_tiles + 1, dtype=torch.int32, device=tile.device)
-    row_starts = torch.searchsorted(sorted_tiles, numbers)
-    n_blocks = (row_starts.diff() + (size - 1)) // size
-    block_starts = torch.cat((n_blocks.new_zeros(1), n_blocks.cumsum(0)))
-    most = -(-tile.numel() // size) + min(n_tiles, tile.numel())
-    blocks = torch.arange(most, dtype=torch.int64, device=tile.device)
-    block_tile = torch.searchsorted(block_starts[1:].contiguous(), blocks, right=True)
-    return order, torch.stack((row_starts, block_starts)), block_tile
 
 
 def _blocks(dtype: torch.dtype, dim: int, n_rows: int) -> tuple[Blocks, dict[str, int]]:
@@ -174,34 +121,3 @@ def _dense_rows(
     mask = held[:, None] & (column < B.dim)[None, :]
     tl.store(out + at[:, None] * B.dim + column[None, :], numbers.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at, total, mask=held)
-
-
-@triton.jit(do_not_specialize=["sizes"])
-def _tile_rows(q, k, v, turn, sorting, out, lse, sizes, scale, ALONE: constexpr, EVEN: constexpr, B: constexpr):
-    """Compute attention of a block of rows to tile `block_tile[program]`; with ALONE, only of row number `program`.
-
-    With EVEN, a tile has whole blocks of keys, which need no mask.
-    """
-    order, starts, block_tile = sorting
-    n_queries, n_slots, n_turns, n_tiles, size = sizes
-    program = tl.program_id(0)
-    tile, i, column = tl.load(block_tile + program), tl.arange(0, B.rows), tl.arange(0, B.wide)
-    if (tile >= 0) & (tile < n_tiles):
-        if ALONE:
-            row, held = (program + i * 0).to(tl.int64), i < 1
-        else:
-            begin = tl.load(starts + tile)
-            stop = tl.load(starts + tile + 1)
-            place = begin + (program - tl.load(starts + n_tiles + 1 + tile)) * B.rows + i
-            held = place < stop
-            row = tl.load(order + place, mask=held, other=0)
-        slot, query, head = row % n_slots, row // n_slots % n_queries, row // n_slots // n_queries
-        turn_at = (query * n_turns + slot % n_turns) * (B.dim // 2)
-        halves = load_turned(q.at, head * q.head + query * q.row, held, turn, turn_at, B)
-        state, span = nothing_seen(B.rows, B.wide), (i * 0, i * 0 + size)
-        keys, values = (k.at + tile * k.head, k.row), (v.at + tile * v.head, v.row)
-        state = attend_keys(halves, keys, values, (0, size), span, state, scale, B, not EVEN)
-        numbers, total = finish(state)
-        mask = held[:, None] & (column < B.dim)[None, :]
-        tl.store(out + row[:, None] * B.dim + column[None, :], numbers.to(out.dtype.element_ty), mask=mask)
-        tl.store(lse + row, total, mask=held)

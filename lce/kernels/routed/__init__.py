@@ -7,5 +7,6 @@ are sorted by chunk, so a chunk is read once for all rows of a task that chose i
 KV head chose are attended query by query, those of eight keys by a body of their own (bfloat16, AVX512_BF16).
 
 Tasks of both kinds of attention share their pieces and memory, so the calls and bodies stand beside those of `dense`.
-In a decode step on a GPU, `decoding_triton` attends runs of tokens, whose bounds are read on the device.
+On GPUs, `chosen_triton` walks the union of a block's choices, and in a decode step `decoding_triton` attends runs of
+tokens, whose bounds are read on the device.
 """

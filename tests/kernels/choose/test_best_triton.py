@@ -1,0 +1,30 @@
+"""The n best of many scores on a GPU, or in Triton's interpreter, beside a stable sort."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from lce.kernels.choose.best_triton import best_tokens
+from tests.kernels.truth import DEVICE, ON_GPU
+
+pytestmark = ON_GPU
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n_scores", "n"), [(1, 1), (50, 50), (4097, 1), (9000, 700), (9000, 8999)])
+def test_the_best_ascending_and_of_equal_ones_the_last(n_scores: int, n: int, dtype: torch.dtype) -> None:
+    scores = (
+        torch.randn(n_scores, generator=torch.Generator().manual_seed(n)).mul(4).round().to(dtype)
+    )  # many are equal
+    scores[::7] = torch.randn(len(scores[::7]), generator=torch.Generator().manual_seed(1)).to(dtype)
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-40, -1e-40]).to(dtype)
+    if n_scores > 99:
+        scores[90:95] = odd
+        scores[-5:] = odd
+    numbers = torch.where(scores.isnan(), torch.inf, scores.double())
+    order = sorted(range(n_scores), key=lambda i: (numbers[i].item(), str(numbers[i].item())[0] != "-", i))
+    assert best_tokens(scores.to(DEVICE), n).tolist() == sorted(order[-n:])
+
+
+def test_all_equal() -> None:
+    assert best_tokens(torch.full((5000,), -torch.inf, device=DEVICE), 3).tolist() == [4997, 4998, 4999]
