@@ -81,7 +81,9 @@ def _attention() -> Iterator[Call]:
         for size in (32, 256):
             yield Call(f"chosen block of {size} {at}", partial(_chosen, dtype, dim, 1024, size), True)
             yield Call(f"chosen one query of {size} {at}", partial(_chosen, dtype, dim, 1, size), True)
-        yield Call(f"chosen at one turn {at}", partial(_chosen, dtype, dim, 1024, 128, False), spills)
+        for size in (8, 32, 128):
+            own = partial(_chosen, dtype, dim, 1024, size, False)
+            yield Call(f"chosen of {size} at one turn {at}", own, spills or size < 64)
     for name, dtype in DTYPES.items():
         spills = dtype is torch.float32
         yield Call(f"decode 64 rows {name} 128", partial(_decode, dtype, 128, 64, 1, 1), spills)

@@ -2,9 +2,12 @@
 
 Each row of a block walks its own list. A step takes the lowest chunk that is next in any row's list, and rows whose
 next chunk is another one do not see its keys: that leaves a row's bits unchanged, so no result depends on other rows.
+Where one rotation of a query serves all its chunks, a step takes as many neighbouring small chunks as fill a block of
+keys, because a step of 8 keys takes nearly as long as one of 64.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -13,7 +16,16 @@ from torch import Tensor
 from triton.language import constexpr
 
 from lce.kernels.merge import merging_triton as merging
-from lce.kernels.rows.rows_triton import Blocks, attend_keys, finish, heads, load_turned, nothing_seen, score_scale
+from lce.kernels.rows.rows_triton import (
+    Blocks,
+    attend_keys,
+    finish,
+    heads,
+    load_turned,
+    nothing_seen,
+    score_scale,
+    weigh,
+)
 from lce.kernels.runtime.launching import launch
 
 ENOUGH = 264  # programs that keep a GPU with 132 processors busy
@@ -43,6 +55,10 @@ def chosen_attention(
         if out is None:
             rep = n_heads // n_groups
             blocks, options = _blocks(q.dtype, dim, n_queries * rep, size)
+            wide = blocks.keys if q.dtype is torch.float32 or dim > 128 else 64
+            together = wide // size if rows.shape[1] == 1 and size < wide and wide % size == 0 else 1
+            if together > 1:
+                blocks, options = replace(blocks, keys=wide), {**options, "num_warps": 8}
             n_blocks = -(-n_queries * rep // blocks.rows)
             n_pieces = max(1, min(-(-ENOUGH // (n_groups * n_blocks)), n_slots // SHORTEST))
             piece = -(-n_slots // n_pieces)
@@ -56,7 +72,7 @@ def chosen_attention(
         strides = *chunk_ids.stride(), index.stride(0), *each
         sizes = n_queries, n_slots, size, n_blocks, n_pieces, piece, n_heads, goes_on
         given = heads(q), heads(k), heads(v), turn, lists, strides, out, lse, state, sizes, score_scale(dim)
-        constants = {"REP": rep, "ONE": rows.shape[1] == 1, "B": blocks, **options}
+        constants = {"REP": rep, "ONE": rows.shape[1] == 1, "CHUNKS": together, "B": blocks, **options}
         launch(_chosen_rows, (n_groups * n_blocks * n_pieces,), *given, **constants)
         goes_on = 1
     if out is None or not n_slots:
@@ -75,11 +91,25 @@ def _blocks(dtype: torch.dtype, dim: int, n_rows: int, size: int) -> tuple[Block
 
 @triton.jit(do_not_specialize=["strides", "sizes"])
 def _chosen_rows(
-    q, k, v, turn, lists, strides, out, lse, state, sizes, scale, REP: constexpr, ONE: constexpr, B: constexpr
+    q,
+    k,
+    v,
+    turn,
+    lists,
+    strides,
+    out,
+    lse,
+    state,
+    sizes,
+    scale,
+    REP: constexpr,
+    ONE: constexpr,
+    CHUNKS: constexpr,
+    B: constexpr,
 ):
     """Compute attention of a block of rows to a piece of their lists; row `t · REP + r` is query t of query head r.
 
-    With ONE, all slots of a query have one rotation.
+    With ONE, all slots of a query have one rotation. CHUNKS > 1 chunks are a block of keys, and are taken in one step.
     """
     chunk_ids, index, turn_rows = lists
     n_queries, n_slots, size, n_blocks, n_pieces, piece, n_heads, goes_on = sizes
@@ -103,25 +133,50 @@ def _chosen_rows(
         sums = tl.load(state[2] + to[:, None] * B.dim + column[None, :], mask=inside, other=0.0)
 
     slot, stop = query * 0 + part * piece, tl.where(held, tl.minimum(n_slots, part * piece + piece), 0)
-    own = tl.load(ids_at + slot.to(tl.int64) * strides[2], mask=slot < stop, other=-1).to(tl.int32)
-    n_left = tl.max(stop - slot, 0)
+    j, n, half = tl.arange(0, CHUNKS), tl.arange(0, B.keys), tl.arange(0, B.half)
+    tiles, n_left = index + group.to(tl.int64) * strides[3], tl.max(stop - slot, 0)
     while n_left > 0:
-        chunk = tl.min(tl.where((slot < stop) & (own >= 0), own, NONE), 0)
-        mine = (own == chunk) & (slot < stop)
+        at = slot[:, None] + j[None, :]
+        ids = tl.load(ids_at[:, None] + at.to(tl.int64) * strides[2], mask=at < stop[:, None], other=-1).to(tl.int32)
+        is_first = (ids >= 0) & (tl.cumsum((ids >= 0).to(tl.int32), 1) == 1)
+        chunk = tl.min(tl.min(tl.where(is_first, ids, NONE), 1), 0)
+        base = chunk // CHUNKS * CHUNKS
+        near = (ids >= base) & (ids - base < CHUNKS)
+        passed = (
+            tl.cumsum(((ids >= 0) & ~near).to(tl.int32), 1) == 0
+        )  # the step takes a list's entries up to another chunk
+        bits = tl.sum(tl.where(near & passed, 1 << tl.where(near, ids - base, 0), 0), 1)
         taken = slot
-        slot += (mine | (own < 0)).to(tl.int32)
-        own = tl.load(ids_at + slot.to(tl.int64) * strides[2], mask=slot < stop, other=-1).to(tl.int32)
+        slot += tl.sum(passed.to(tl.int32), 1)
         n_left = tl.max(stop - slot, 0)
         if chunk != NONE:
-            tile = tl.load(index + group.to(tl.int64) * strides[3] + chunk)
-            if tile >= 0:
-                if not ONE:
-                    entry = tl.load(turn_at + taken.to(tl.int64) * strides[5], mask=mine, other=0)
-                    queries = load_turned(q.at, q_at, mine, turn, entry * (B.dim // 2), B)
-                keys, values = (k.at + tile * k.head, k.row), (v.at + tile * v.head, v.row)
-                span = (query * 0, tl.where(mine, size, 0))
-                before = top, total, sums
-                top, total, sums = attend_keys(queries, keys, values, (0, size), span, before, scale, B, True)
+            if CHUNKS > 1:
+                seen = ((bits[:, None] >> (n // size)[None, :]) & 1) == 1
+                wanted = tl.max(seen.to(tl.int32), 0) == 1
+                tile = tl.load(tiles + base + n // size, mask=wanted, other=-1)
+                there, row_of = tile >= 0, (n % size).to(tl.int64)
+                inner = there[:, None] & (half < B.dim // 2)[None, :]
+                key_at = k.at + (tile * k.head + row_of * k.row)[:, None] + half[None, :]
+                value_at = v.at + (tile * v.head + row_of * v.row)[:, None] + column[None, :]
+                first, second = (
+                    tl.load(key_at, mask=inner, other=0.0),
+                    tl.load(key_at + B.dim // 2, mask=inner, other=0.0),
+                )
+                values = tl.load(value_at, mask=there[:, None] & (column < B.dim)[None, :], other=0.0)
+                scores = tl.dot(queries[0], tl.trans(first), input_precision=B.precision)
+                scores = tl.dot(queries[1], tl.trans(second), scores, input_precision=B.precision)
+                scores = tl.where(seen & there[None, :], scores, float("-inf"))
+                top, total, sums = weigh(scores, values, (top, total, sums), scale, B)
+            else:
+                tile = tl.load(tiles + chunk)
+                if tile >= 0:
+                    if not ONE:
+                        entry = tl.load(turn_at + taken.to(tl.int64) * strides[5], mask=bits == 1, other=0)
+                        queries = load_turned(q.at, q_at, bits == 1, turn, entry * (B.dim // 2), B)
+                    keys, values = (k.at + tile * k.head, k.row), (v.at + tile * v.head, v.row)
+                    span = (query * 0, tl.where(bits == 1, size, 0))
+                    before = top, total, sums
+                    top, total, sums = attend_keys(queries, keys, values, (0, size), span, before, scale, B, True)
     numbers, whole = finish((top, total, sums))
     tl.store(out + to[:, None] * B.dim + column[None, :], numbers.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + to, whole, mask=held)

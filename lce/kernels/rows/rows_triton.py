@@ -135,15 +135,22 @@ def attend_keys(q, k, v, rows, span, state, scale, B: tl.constexpr, MASKED: tl.c
         if MASKED:
             seen = (start + n)[None, :] >= span[0][:, None]
             scores = tl.where(seen & ((start + n)[None, :] < span[1][:, None]), scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=B.precision)
-        top = higher
+        top, total, sums = weigh(scores, values, (top, total, sums), scale, B)
         k_at += B.keys * k_row
         v_at += B.keys * v_row
     return top, total, sums
+
+
+@triton.jit
+def weigh(scores, values, state, scale, B: tl.constexpr):
+    """Add the values of a block of keys, by their scores, to the state of query rows; return the new state."""
+    top, total, sums = state
+    higher = tl.maximum(top, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    total = total * shrink + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=B.precision)
+    return higher, total, sums
 
 
 @triton.jit

@@ -21,6 +21,9 @@ CASES = [  # H, G, T, slots, chunks, L, D, a turn for each slot, dtype
     (4, 2, 3, 20, 40, 8, 80, True, torch.bfloat16),  # lists split into pieces
     (3, 1, 30, 3, 3, 100, 96, True, torch.float16),  # all queries chose all chunks
     (2, 1, 5, 2, 3, 40, 256, False, torch.bfloat16),
+    (6, 2, 30, 12, 40, 8, 128, False, torch.bfloat16),  # eight chunks a step
+    (2, 1, 40, 30, 50, 4, 64, False, torch.float16),
+    (2, 2, 9, 5, 9, 8, 32, False, torch.float32),
 ]
 
 
