@@ -63,7 +63,7 @@ def predicted(name: str, length: int, last: dict[str, tuple[int, float]]) -> flo
 def warm_up(engine: lce.Engine, setup: Setup) -> None:
     """Compile the kernels of a prefill beyond the window and of a decode step."""
     free(setup)  # the memory of closed contexts may wait for Python's collector
-    n = 2 * engine.window + engine.setup.block + 3
+    n = 2 * engine.window + min(engine.setup.block, 2048) + 3
     context = engine.prefill(random_ids(engine, n), length=n + 64)
     engine.generate([], context=context, max_tokens=4)
     context.close()
