@@ -78,7 +78,7 @@ def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
     there = lines < n_out
     lines += of_part % P.parts * n_out
     at = weight + lines.to(tl.int64)[:, None] * P.size
-    state0 = _none(P.rows * P.parts, P.columns)
+    state0 = no_sums(P.rows * P.parts, P.columns)
     state1, state2, state3 = state0, state0, state0
     for first in range(0, P.size, P.columns):
         here = first + tl.arange(0, P.columns)
@@ -88,41 +88,41 @@ def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
         factor = tl.where(inside, 1.0, 1.0)
         if len(norm):
             factor = tl.load(norm[0] + here, mask=inside, other=0.0).to(tl.float32)
-        state0 = _add(x, here, inside, w, factor, state0)
+        state0 = add_columns(x, here, inside, w, factor, state0)
         if P.n > 1:
-            state1 = _add(x + P.size, here, inside, w, factor, state1)
+            state1 = add_columns(x + P.size, here, inside, w, factor, state1)
         if P.n > 2:
-            state2 = _add(x + 2 * P.size, here, inside, w, factor, state2)
+            state2 = add_columns(x + 2 * P.size, here, inside, w, factor, state2)
         if P.n > 3:
-            state3 = _add(x + 3 * P.size, here, inside, w, factor, state3)
+            state3 = add_columns(x + 3 * P.size, here, inside, w, factor, state3)
     into = out + rows
     more = tl.where(there, 0.0, 0.0)
     if len(bias):
         more = tl.load(bias[0] + lines, mask=there, other=0.0).to(tl.float32)
-    _finish(state0, eps, more, into, rows < n_out, norm, P)
+    finish_row(state0, eps, more, into, rows < n_out, norm, P)
     if P.n > 1:
-        _finish(state1, eps, more, into + n_out, rows < n_out, norm, P)
+        finish_row(state1, eps, more, into + n_out, rows < n_out, norm, P)
     if P.n > 2:
-        _finish(state2, eps, more, into + 2 * n_out, rows < n_out, norm, P)
+        finish_row(state2, eps, more, into + 2 * n_out, rows < n_out, norm, P)
     if P.n > 3:
-        _finish(state3, eps, more, into + 3 * n_out, rows < n_out, norm, P)
+        finish_row(state3, eps, more, into + 3 * n_out, rows < n_out, norm, P)
 
 
 @triton.jit
-def _none(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def no_sums(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the first state of a row of x: zero sums of products `[ROWS, COLUMNS]` and of squares `[COLUMNS]`."""
     return tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((COLUMNS,), tl.float32)
 
 
 @triton.jit
-def _add(x, here, inside, w, factor, state):
+def add_columns(x, here, inside, w, factor, state):
     """Add the columns `here` of one row of x, times the weights `w`, to the row's state; return the new state."""
     some = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
     return state[0] + w * (some * factor)[None, :], state[1] + some * some
 
 
 @triton.jit
-def _finish(state, eps, more, into, there, norm, P: tl.constexpr):
+def finish_row(state, eps, more, into, there, norm, P: tl.constexpr):
     """Finish one row: apply the norm, the bias `more` and the gate, add the old output (`P.adds`), and store."""
     total = tl.sum(state[0], 1)
     if len(norm):
