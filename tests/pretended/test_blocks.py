@@ -30,9 +30,7 @@ def on_gpu(path: Path, joined: tuple[str, ...]) -> tuple[Matrix, dict[str, torch
     return found["whole"], {name: torch.from_numpy(x) for name, x in values.items()}
 
 
-@pytest.mark.parametrize(
-    ("n", "launches"), [(1, ["_blocks_product"]), (6, ["_rms_norm", "_silu_mul", "_unpack", "mm"])]
-)
+@pytest.mark.parametrize(("n", "launches"), [(1, ["_product"]), (6, ["_rms_norm", "_silu_mul", "_unpack", "mm"])])
 def test_matrices_of_a_type_are_joined(tmp_path: Path, triton_gpus: Gpus, n: int, launches: list[str]) -> None:
     matrix, values = on_gpu(tmp_path, ("a", "b"))
     assert isinstance(matrix, BlockMatrix)

@@ -81,9 +81,9 @@ class BlockMatrix:
 
         One launch. Bytes moved: the blocks once.
         """
-        from lce.kernels.product import blocks_triton
+        from lce.kernels.product import products_triton
 
-        return blocks_triton.product(x, self, bias, **around)
+        return products_triton.product(x, self, bias, **around)
 
     def unpacked(self, first: int, out: Tensor) -> Tensor:
         """Unpack rows, from row `first` on, into `out [rows, in]`, of any dtype; return `out`. One launch."""

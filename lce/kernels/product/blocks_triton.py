@@ -1,72 +1,30 @@
-"""Products of a few input rows with a matrix of GGUF blocks on GPUs, whose weights are unpacked in registers."""
+"""Matrices of GGUF blocks on GPUs: weights are unpacked in registers, for products or to be stored."""
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lce.kernels.product.blocks import BlockMatrix, BlockType
-from lce.kernels.product.products_triton import add_columns, finish_row, no_sums
-from lce.kernels.runtime.launching import MOST_ROWS, launch
+from lce.kernels.runtime.launching import launch
 
-_COLUMNS = 1024  # weights of a row that a program unpacks at a time
-_TILE = 4096  # weights that a program unpacks at a time
-_PROGRAMS = 512  # programs that keep a GPU with 132 processors busy
+COLUMNS = 1024  # weights of a row that a program unpacks at a time
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The constants for which kernels are compiled: `kind` says how blocks are read, the others are `Product`'s."""
+    """The constants for which `_unpack` is compiled."""
 
     kind: BlockType
-    size: int
-    n: int
-    rows: int
-    columns: int
-    parts: int = 1
-    adds: bool = False
+    size: int  # the number of weights of a row
+    columns: int  # weights that a program unpacks
 
 
-def _stored(matrix: BlockMatrix) -> tuple[tuple[Tensor, ...], ...]:
+def stored_in(matrix: BlockMatrix) -> tuple[tuple[Tensor, ...], ...]:
     """Return a matrix' parts as kernels take them: a tuple of one tensor each, empty for missing parts."""
     names = ("codes", "d", "high", "scales", "more", "low")
     return tuple((matrix.parts[name],) if name in matrix.parts else () for name in names)
-
-
-def product(
-    x: Tensor,
-    matrix: BlockMatrix,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    onto: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return what `products_triton.product` does with the matrix unpacked to float32. One launch.
-
-    The result has the dtype of the norm, or of x without one. Bytes moved: the blocks once, as they lie in the file.
-    """
-    (n, size), (n_rows, width) = x.shape, matrix.shape
-    n_parts = 2 if gated else 1
-    n_out = n_rows // n_parts
-    fits = 0 < n <= MOST_ROWS and size == width and n_rows == n_parts * n_out and x.is_contiguous()
-    assert fits, (x.shape, x.stride(), matrix.shape)
-    dtype = out_dtype or (x if norm is None else norm).dtype
-    out = x.new_empty(n, n_out, dtype=dtype) if onto is None else onto
-    fits = out.shape == (n, n_out) and out.is_contiguous()
-    assert fits, (out.shape, out.stride(), n, n_out)
-    columns = min(_COLUMNS, max(matrix.kind.group, triton.next_power_of_2(size)))
-    rows = max(n_parts, _TILE // _COLUMNS // (1 if n == 1 else 2))
-    while rows > n_parts and n_rows < rows * _PROGRAMS:
-        rows //= 2
-    shape = Shape(matrix.kind, size, n, rows // n_parts, columns, n_parts, onto is not None)
-    given = tuple(() if tensor is None else (tensor,) for tensor in (bias, norm))
-    launch(_blocks_product, (triton.cdiv(n_rows, rows),), x, _stored(matrix), *given, out, n_out, eps, P=shape)
-    return out
 
 
 def unpack(matrix: BlockMatrix, ids: Tensor | None, first: int, out: Tensor) -> Tensor:
@@ -77,47 +35,10 @@ def unpack(matrix: BlockMatrix, ids: Tensor | None, first: int, out: Tensor) -> 
     (n, size), kind = out.shape, matrix.kind
     fits = size == matrix.shape[1] and out.is_contiguous()
     assert fits, (out.shape, out.stride(), matrix.shape)
-    columns = min(_COLUMNS, max(kind.group, triton.next_power_of_2(size)))
-    shape, rows = Shape(kind, size, 1, 1, columns), () if ids is None else (ids,)
-    launch(_unpack, (n, triton.cdiv(size, columns)), out, _stored(matrix), rows, first, P=shape)
+    columns = min(COLUMNS, max(kind.group, triton.next_power_of_2(size)))
+    shape, rows = Shape(kind, size, columns), () if ids is None else (ids,)
+    launch(_unpack, (n, triton.cdiv(size, columns)), out, stored_in(matrix), rows, first, P=shape)
     return out
-
-
-@triton.jit
-def _blocks_product(x, stored, bias, norm, out, n_out, eps, P: tl.constexpr):
-    """Do what `products_triton._product` does, with weights of blocks."""
-    rows = tl.program_id(0) * P.rows + tl.arange(0, P.rows)
-    of_part = tl.arange(0, P.rows * P.parts)
-    lines = tl.program_id(0) * P.rows + of_part // P.parts
-    there = lines < n_out
-    lines += of_part % P.parts * n_out
-    state0 = no_sums(P.rows * P.parts, P.columns)
-    state1, state2, state3 = state0, state0, state0
-    for first in range(0, P.size, P.columns):
-        here = first + tl.arange(0, P.columns)
-        inside = here < P.size
-        w = _weights(stored, lines, there, first, P.rows * P.parts, P)
-        factor = tl.where(inside, 1.0, 1.0)
-        if len(norm):
-            factor = tl.load(norm[0] + here, mask=inside, other=0.0).to(tl.float32)
-        state0 = add_columns(x, here, inside, w, factor, state0)
-        if P.n > 1:
-            state1 = add_columns(x + P.size, here, inside, w, factor, state1)
-        if P.n > 2:
-            state2 = add_columns(x + 2 * P.size, here, inside, w, factor, state2)
-        if P.n > 3:
-            state3 = add_columns(x + 3 * P.size, here, inside, w, factor, state3)
-    into = out + rows
-    more = tl.where(there, 0.0, 0.0)
-    if len(bias):
-        more = tl.load(bias[0] + lines, mask=there, other=0.0).to(tl.float32)
-    finish_row(state0, eps, more, into, rows < n_out, norm, P)
-    if P.n > 1:
-        finish_row(state1, eps, more, into + n_out, rows < n_out, norm, P)
-    if P.n > 2:
-        finish_row(state2, eps, more, into + 2 * n_out, rows < n_out, norm, P)
-    if P.n > 3:
-        finish_row(state3, eps, more, into + 3 * n_out, rows < n_out, norm, P)
 
 
 @triton.jit
@@ -129,13 +50,13 @@ def _unpack(out, stored, ids, first, P: tl.constexpr):
         line = tl.load(ids[0] + row)
     start = tl.program_id(1) * P.columns
     here = start + tl.arange(0, P.columns)
-    w = _weights(stored, line, row >= 0, start, 1, P)
+    w = weights(stored, line, row >= 0, start, 1, P)
     to = out + row.to(tl.int64)[:, None] * P.size + here[None, :]
     tl.store(to, w.to(out.dtype.element_ty), mask=(here < P.size)[None, :])
 
 
 @triton.jit
-def _weights(stored, lines, there, first, ROWS: tl.constexpr, P: tl.constexpr):
+def weights(stored, lines, there, first, ROWS: tl.constexpr, P: tl.constexpr):
     """Return `P.columns` weights of the rows `lines`, from column `first` on, as float32: `[ROWS, P.columns]`."""
     K: tl.constexpr = P.kind
     N_GROUPS: tl.constexpr = P.columns // K.group
