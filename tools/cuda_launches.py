@@ -11,6 +11,8 @@ from functools import partial
 
 import torch
 
+from lce.kernels.product.blocks import BLOCK_TYPES, BlockMatrix
+
 HEAD_SIZES = (16, 64, 80, 96, 128, 256)  # the first is the tests' and the smallest of a block
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -104,6 +106,18 @@ def _product(dtype: torch.dtype, n: int, size: int, rows: int, all_at_once: bool
     product(x, w, torch.empty(rows, dtype=dtype), norm=torch.empty(size, dtype=dtype), eps=1e-5, gated=True)
 
 
+def _blocks(dtype: torch.dtype, kind: str, n: int, size: int, rows: int, all_at_once: bool = False) -> None:
+    parts = BLOCK_TYPES[kind].parts(rows, size).items()
+    matrix = BlockMatrix(BLOCK_TYPES[kind], (rows, size), {x: torch.empty(*s, dtype=d) for x, (s, d) in parts})
+    x, norm = torch.empty(n, size, dtype=dtype), torch.empty(size, dtype=dtype)
+    if all_at_once:
+        matrix.product(x, torch.empty(rows, dtype=dtype), norm=norm, eps=1e-5, gated=True)
+        return
+    matrix.product(x, onto=torch.empty(n, rows, dtype=dtype))
+    matrix.unpacked(0, x)
+    matrix.rows(torch.zeros(n, dtype=torch.int64), dtype)
+
+
 def _logits(dtype: torch.dtype, n: int, size: int, rows: int) -> None:
     from lce.kernels.product.products_triton import product
 
@@ -169,6 +183,11 @@ def _rest() -> Iterator[Call]:
                 yield Call(f"product {at}", partial(_product, dtype, n, size, rows), False)
                 yield Call(f"product gated {at}", partial(_product, dtype, n, size, 2 * rows, True), False)
             yield Call(f"product logits {n} {name}", partial(_logits, dtype, n, 4096, 32_000), False)
+            for kind in BLOCK_TYPES:
+                if n in (1, 4) or kind in ("Q4_K", "Q6_K"):
+                    at = f"{n} {kind} {name}"
+                    yield Call(f"blocks {at}", partial(_blocks, dtype, kind, n, 4096, 4096), False)
+                    yield Call(f"blocks gated {at}", partial(_blocks, dtype, kind, n, 4096, 22_016, True), False)
         for n, scale in ((1, 1.0), (256, 1.25)):  # the processor reduces large angles in memory
             yield Call(f"turns {n} {name}", partial(_turns, dtype, n, scale))
         for dim in HEAD_SIZES:

@@ -20,6 +20,7 @@ from lce.engine.sizing import devices_of, facts_of, fitted, sizes_of
 from lce.engine.warming import warmed
 from lce.errors import UsageError, shown
 from lce.files import named
+from lce.kernels.product.blocks import BlockMatrix
 from lce.methods.base import Method
 from lce.methods.registry import with_knobs
 from lce.methods.run import Driver
@@ -157,8 +158,12 @@ def _model(made: Planned, checkpoint: Checkpoint, scheme: Scheme | None) -> Mode
         wide=[name for name in wanted if family.is_wide(name)],
     )
     if layout.borders and "head" not in loaded:  # the head is tied to the embedding, which is on another device
-        (loaded["head"],) = allocate([(loaded["embed"].shape, layout.dtype)], all_devices(layout)[-1])
-        loaded["head"].copy_(loaded["embed"])
+        embed, last = loaded["embed"], all_devices(layout)[-1]
+        if isinstance(embed, BlockMatrix):
+            loaded["head"] = embed.on(last)
+        else:
+            (loaded["head"],) = allocate([(embed.shape, layout.dtype)], last)
+            loaded["head"].copy_(embed)
     if made.division:
         loaded = dividing.joined(made.division, loaded, stored)
     return family(config, loaded)

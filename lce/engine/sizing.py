@@ -125,8 +125,8 @@ def sizes_of(
 
         division = dividing.division_of(config, ranks, chosen, checkpoint, schemes)
         weights, config = dividing.weights_of(division, stored), division.own
-    if checkpoint and devices[0].type == "cpu":
-        schemes = {**schemes, **checkpoint.schemes}
+    if checkpoint:
+        schemes = {**schemes, **checkpoint.schemes_on(devices[0])}
     sizes = {}
     for name, (published, shape) in weights.items():
         unrounded = (torch.float32 if family.is_wide(name) else dtype).itemsize * math.prod(shape)

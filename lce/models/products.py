@@ -16,6 +16,7 @@ from lce import gpu
 from lce.kernels.elementwise import elementwise
 from lce.kernels.elementwise.elementwise import runs_on
 from lce.kernels.product import panels
+from lce.kernels.product.blocks import BlockMatrix
 from lce.kernels.product.products import product
 from lce.kernels.runtime.kernel import DTYPES
 from lce.kernels.runtime.kernel import Slices as Slices  # for lanes and batches
@@ -61,11 +62,14 @@ def linear(
     computed = None if generated else _computed(x, weight, norm)
     generated |= x.is_cpu and len(x) <= SHARED_ROWS and not computed
     if not isinstance(weight, Tensor):
-        if generated:
+        if generated and x.is_cpu:
+            return weight.product(x.contiguous(), bias, **around)
+        if isinstance(weight, BlockMatrix) and gate != "gelu_tanh" and _few_on_gpu(x):
+            around["gated"] = around.pop("gate") is not None
             return weight.product(x.contiguous(), bias, **around)
     elif generated and x.is_cpu and _plain(x, weight, norm, onto):
         return product(x, weight, bias, **around)
-    elif gate != "gelu_tanh" and len(x) <= GPU_ROWS and gpu.launching.runs_on(x) and _plain(x, weight, norm, onto):
+    elif gate != "gelu_tanh" and _few_on_gpu(x) and _plain(x, weight, norm, onto):
         around["gated"] = around.pop("gate") is not None
         return gpu.products.product(x, weight, bias, **around)
     if computed:
@@ -75,9 +79,10 @@ def linear(
             dtype = torch.float32 if gate else out_dtype or dtype  # a gate's result is multiplied next, in float32
         else:
             x = (x if norm is None else rms_norm(x, norm, eps)).to(computed).contiguous()
+        matrix: Any = weight  # of a kind for CPUs
         if not isinstance(weight, Stacked):
-            return panels.product(x, weight, bias, gate, onto, dtype)
-        out = torch.cat([panels.product(x, *part, None, None, dtype) for part in weight.with_biases(bias)], dim=1)
+            return panels.product(x, matrix, bias, gate, onto, dtype)
+        out = torch.cat([panels.product(x, part, b, None, None, dtype) for part, b in matrix.with_biases(bias)], dim=1)
         return _after(out, gate, onto)
     return _by_operators(x, weight, bias, **around)
 
@@ -107,6 +112,11 @@ def _plain(x: Tensor, weight: Tensor, norm: Tensor | None, onto: Tensor | None) 
     if x.dtype not in DTYPES or weight.dtype is not dtype or x.requires_grad or weight.requires_grad:
         return False
     return x.is_contiguous() and weight.is_contiguous() and (onto is None or onto.is_contiguous())
+
+
+def _few_on_gpu(x: Tensor) -> bool:
+    """Return whether the GPU's kernels for few rows take `x`."""
+    return 0 < len(x) <= GPU_ROWS and gpu.launching.runs_on(x)
 
 
 def products_in(dtype: str) -> str:
@@ -143,25 +153,34 @@ def _product_of_many(x: Tensor, weight: Matrix, bias: Tensor | None, out_dtype: 
     the dtype of x.
     """
     if isinstance(weight, Stacked):
-        return torch.cat([_product_of_many(x, *part) for part in weight.with_biases(bias)], dim=1)
+        return torch.cat([_product_of_many(x, *part, out_dtype) for part in weight.with_biases(bias)], dim=1)
+    if isinstance(weight, BlockMatrix) and _few_on_gpu(x):
+        return weight.product(x.contiguous(), bias, out_dtype=out_dtype)
     if not isinstance(weight, Tensor) or (x.is_cpu and weight.dtype is not x.dtype):
-        return _product_of_unpacked(x, weight, bias)
+        return _product_of_unpacked(x, weight, bias, out_dtype)
     if out_dtype is not None and x.dtype is not out_dtype:
         out: Tensor = torch.mm(x, weight.T, out_dtype=out_dtype)
         return out if bias is None else out.add_(bias)
     return F.linear(x, weight, bias)
 
 
-def _product_of_unpacked(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply with weights converted to the dtype of x, `SCRATCH` bytes at a time, in memory that the thread keeps."""
+def _product_of_unpacked(
+    x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """Multiply with weights converted to the dtype of x, `SCRATCH` bytes at a time, in memory that the thread keeps.
+
+    A GPU's memory has `SCRATCH` bytes from the first time on, and never moves, as recorded graphs need.
+    """
     n_rows, size = weight.shape
     block = min(n_rows, max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK))
-    needed, memory = block * size * x.element_size(), getattr(_thread, "memory", None)
+    needed, kept = block * size * x.element_size(), vars(_thread).setdefault("memory", {})
+    memory = kept.get(x.device)
     if memory is None or len(memory) < needed:
-        memory = _thread.memory = torch.empty(needed, dtype=torch.uint8)
+        memory = torch.empty(needed if x.is_cpu else max(needed, SCRATCH), dtype=torch.uint8, device=x.device)
+        kept[x.device] = memory
     scratch = memory[:needed].view(x.dtype).view(block, size)
     bias = None if bias is None else bias.to(x.dtype)
-    whole = x.new_empty(len(x), n_rows)
+    whole = x.new_empty(len(x), n_rows, dtype=out_dtype)
     for first in range(0, n_rows, block):
         rows = scratch[: n_rows - first]
         if isinstance(weight, Tensor):
@@ -169,7 +188,7 @@ def _product_of_unpacked(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor 
         else:
             weight.unpacked(first, rows)
         part = None if bias is None else bias[first : first + len(rows)]
-        whole[:, first : first + len(rows)] = _product_of_many(x, rows, part)
+        whole[:, first : first + len(rows)] = _product_of_many(x, rows, part, out_dtype)
     return whole
 
 

@@ -25,9 +25,11 @@ from torch import Tensor
 from lce import system
 from lce.errors import CapacityError, ModelError, shown
 from lce.files import named
+from lce.kernels.product.quantised import QuantisedMatrix
+from lce.kernels.runtime import launching
 from lce.sizes import size_text
 from lce.weights.folder import INDEX, WEIGHTS, other_file, read_shards
-from lce.weights.gguf_packed import SCHEMES, Blocks, fill_blocks, say_unpacked
+from lce.weights.gguf_packed import GPU_SCHEMES, SCHEMES, Blocks, fill_blocks, say_unpacked
 from lce.weights.gguf_types import BY_NAME, IN_BLOCKS
 from lce.weights.packed import METADATA, ROUNDED, ROW_BLOCK, Manifest, PackedMatrix, Scheme, Stacked
 from lce.weights.safetensors_file import DTYPES, Files, TensorInfo, allocate, few, fill, opened, pread, read_header
@@ -65,10 +67,12 @@ class _Target:
         return math.prod(self.shape) * self.dtype.itemsize if self.scheme and self.dtype else 0
 
     def split(self, parts: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Split parts into views, by stored tensor and by part. A quantised part has a row per `ROW_BLOCK` rows."""
+        """Split parts into views, by stored tensor and by part. A quantised part has a row per `row_block` rows."""
         found: dict[str, dict[str, Tensor]] = {name: {} for name in self.names}
         for part, whole in parts.items():
-            counts = [-(-shape[0] // ROW_BLOCK) if part else shape[0] for shape in self.shapes]
+            counts = [
+                -(-shape[0] // self.scheme.row_block) if self.scheme and part else shape[0] for shape in self.shapes
+            ]
             for name, rows in zip(self.names, whole.split(counts), strict=True):
                 found[name][part] = rows
         return found
@@ -114,6 +118,14 @@ class Checkpoint:
             return {name: ROUNDED[scheme] for name, (scheme, _) in self.manifest.matrices.items()}
         matrices = {name: info.dtype for name, info in self.tensors.items() if len(info.shape) == 2}
         return {name: SCHEMES[kind] for name, kind in matrices.items() if kind in SCHEMES}
+
+    def schemes_on(self, device: torch.device) -> Mapping[str, Scheme]:
+        """Return the schemes of the matrices that stay quantised on a device: on a GPU, if it has Triton."""
+        if self.manifest or device.type == "cpu":
+            return self.schemes
+        if device.type != "cuda" or not launching.installed():
+            return {}
+        return {name: GPU_SCHEMES[self.tensors[name].dtype] for name in self.schemes}
 
     @cached_property
     def _type_sizes(self) -> Counter[str]:
@@ -188,9 +200,10 @@ class Checkpoint:
     ) -> dict[str, Scheme]:
         """Return the schemes of the matrices that stay quantised; say once which others are unpacked, and the cost."""
         kept, unpacked = {}, []
+        schemes = {device: self.schemes_on(device) for device in {*places.values()}}
         for key, (name, shape) in wanted.items():
-            if name in self.schemes and (self.manifest or places[key].type == "cpu"):
-                kept[name] = self.schemes[name]
+            if scheme := schemes[places[key]].get(name):
+                kept[name] = scheme
             elif self.tensors[name].dtype in IN_BLOCKS and len(shape) > 1:
                 unpacked.append((self.tensors[name], math.prod(shape)))
         if unpacked:
@@ -220,7 +233,9 @@ class Checkpoint:
             assert target.dtype is not None
             weight = stage[: target.staged].view(target.dtype).view(target.shape)
             self._fill(target.split({"": weight}), files, dtype)
-            target.scheme.matrix(target.shape, target.parts).pack(weight)
+            matrix = target.scheme.matrix(target.shape, target.parts)
+            assert isinstance(matrix, QuantisedMatrix)
+            matrix.pack(weight)
 
     def _fill(self, outs: Mapping[str, Mapping[str, Tensor]], files: Files, dtype: torch.dtype | None) -> None:
         as_stored, blocks = dict[str, Tensor](), []

@@ -1,5 +1,7 @@
 """Quantised GGUF tensors in memory: each type's layout, and how blocks are read and repacked without loss.
 
+On GPUs blocks stay as they are, each field apart (`BlockMatrix`). On CPUs they are repacked:
+
 Every weight keeps its value. Codes of 2 to 4 bits take 4 bits in memory, those of Q5_K and Q6_K 5 and 6, others 8.
 MXFP4 has no layout: its scales are powers of two that float16 cannot hold.
 """
@@ -7,7 +9,7 @@ MXFP4 has no layout: its scales are powers of two that float16 cannot hold.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce.kernels.product.blocks import BLOCK_TYPES
 from lce.kernels.product.quantised import arrange, put
 from lce.kernels.runtime.shared import GGUF_LAYOUTS, Layout
 from lce.progress import notice
@@ -29,6 +32,7 @@ _READ = 1 << 20  # the bytes that are read at once, at least `ROW_BLOCK` rows
 _REPACKED = 1 << 17  # the weights that are repacked at once: what is made of them fits a core's cache
 
 SCHEMES: Mapping[str, Scheme] = {name: Scheme("gguf", layout) for name, layout in GGUF_LAYOUTS.items()}
+GPU_SCHEMES: Mapping[str, Scheme] = {name: Scheme("gguf", kind) for name, kind in BLOCK_TYPES.items()}
 
 
 def put_blocks(layout: Layout, exploded: Exploded, n_rows: int, parts: Mapping[str, Tensor]) -> None:
@@ -85,11 +89,26 @@ class Blocks:
         if self.columns:
             first_byte, stop_byte = (column * self.row_bytes // self.shape[1] for column in self.columns)
             raw = raw[:, first_byte:stop_byte]
+        if "d" in self.parts:
+            return self._fields(raw if order is None else raw[rows - lowest], first, stop)
         step, found = max(ROW_BLOCK, _REPACKED // self.shape[1] // ROW_BLOCK * ROW_BLOCK), []
         for start in range(first, stop, step):
             chosen = rows[start - first : start - first + step] - lowest
             piece = raw[start - first : start - first + step] if order is None else raw[chosen]
             found += self._deliver(piece, start, start + len(chosen))
+        return found
+
+    def _fields(self, raw: NDArray[np.uint8], first: int, stop: int) -> Copies:
+        """Return copies of the blocks' fields to a `BlockMatrix`. Only scales are looked at, except for float16."""
+        fields = BY_NAME[self.info.dtype].fields(raw.reshape(-1, BY_NAME[self.info.dtype].n_bytes))
+        scales = [fields[field] for part, field, _ in BLOCK_TYPES[self.info.dtype].fields if part in ("d", "low")]
+        if self.dtype is torch.float16 or not all(np.isfinite(each).all() for each in scales):
+            replace(self, parts={})._deliver(raw, first, stop)
+        found = []
+        for part, field, _ in BLOCK_TYPES[self.info.dtype].fields:
+            own = np.ascontiguousarray(fields[field]).reshape(stop - first, -1)
+            own = own if part in ("d", "low") else own.view(np.uint8)
+            found.append((self.parts[part][first:stop], torch.from_numpy(own)))
         return found
 
     def _deliver(self, raw: NDArray[np.uint8], first: int, stop: int) -> Copies:
@@ -104,6 +123,7 @@ class Blocks:
             return []
         if exploded and scheme:
             place = slice(first // ROW_BLOCK, -(-stop // ROW_BLOCK))
+            assert isinstance(scheme.layout, Layout)
             put_blocks(scheme.layout, exploded, stop - first, {name: x[place] for name, x in self.parts.items()})
             return []
         if len(self.info.shape) == 1:

@@ -66,8 +66,12 @@ class GgufType:
     def explode(self, raw: NDArray[np.uint8]) -> Exploded:
         """Return the codes and scales of blocks `raw [n, n_bytes]`: 1.5 GB a second, without Python's lock."""
         assert self._explode is not None, f"{self.name} has no blocks"
-        assert self._layout is not None
-        return self._explode(np.ascontiguousarray(raw).view(self._layout)[:, 0])
+        return self._explode(self.fields(raw))
+
+    def fields(self, raw: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return blocks `raw [n, n_bytes]` as records `[n]` of the type's fields."""
+        assert self._layout is not None, f"{self.name} has no blocks"
+        return np.ascontiguousarray(raw).view(self._layout)[:, 0]
 
     def dequantise(self, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the weights `[n, size]` of the blocks `raw [n, n_bytes]`."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from lce.errors import UsageError, nearest, shown
 from lce.files import JsonError, parse_json
 from lce.kernels.elementwise import elementwise
+from lce.kernels.product.blocks import BlockMatrix, BlockType
 from lce.kernels.product.products import product
 from lce.kernels.product.quantised import QuantisedMatrix, parts_of
 from lce.kernels.runtime.shared import INT4, INT8, Gate, Layout
@@ -28,23 +29,29 @@ METADATA = "lce.quantised"  # the key of the `Manifest` in a safetensors file's 
 FORMAT = 2
 LARGEST = 256 << 20  # the largest size, in bytes, of a tokenizer or config file beside the weights
 
-PackedMatrix = QuantisedMatrix  # weights on the CPU; a loaded matrix never changes
+PackedMatrix = QuantisedMatrix | BlockMatrix  # weights on the CPU, or on a GPU; a loaded matrix never changes
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to quantise a matrix. The first dimension of each stored tensor counts blocks of `ROW_BLOCK` rows."""
+    """A way to quantise a matrix. The first dimension of each stored tensor counts blocks of `row_block` rows."""
 
     name: str
-    layout: Layout
+    layout: Layout | BlockType
+
+    @property
+    def row_block(self) -> int:
+        return 1 if isinstance(self.layout, BlockType) else ROW_BLOCK
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the name, shape and dtype of each stored tensor, for a matrix of this shape."""
-        return parts_of(self.layout, *shape)
+        return self.layout.parts(*shape) if isinstance(self.layout, BlockType) else parts_of(self.layout, *shape)
 
     def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> PackedMatrix:
         """Return the quantised matrix of this shape whose stored tensors are `parts`."""
-        return PackedMatrix(self.layout, shape, parts)
+        if isinstance(self.layout, BlockType):
+            return BlockMatrix(self.layout, shape, parts)
+        return QuantisedMatrix(self.layout, shape, parts)
 
     def n_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes that a quantised matrix of this shape takes, in memory and on disk alike."""

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lce.kernels.product.blocks import BlockMatrix, BlockType
+from lce.kernels.product.blocks_triton import stored_in, weights
 from lce.kernels.runtime.launching import MOST_ROWS, launch
 
 _COLUMNS = 1024  # numbers of each weight row that a program reads at a time: each thread reads 16 bytes
@@ -16,7 +18,7 @@ _PROGRAMS = 512  # programs that keep a GPU with 132 processors busy
 
 def product(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | BlockMatrix,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -31,7 +33,8 @@ def product(
     one GPU and of the dtypes named there. Arithmetic is float32, rounded once at the end. One launch. Bytes moved: the
     weights once, and x once from the cache for each program.
     """
-    (n, size), dtype = x.shape, weight.dtype
+    (n, size), kind = x.shape, None if isinstance(weight, Tensor) else weight.kind
+    dtype = weight.dtype if isinstance(weight, Tensor) else (x if norm is None else norm).dtype
     n_rows, width = weight.shape
     n_parts = 2 if gated else 1
     n_out = n_rows // n_parts
@@ -39,16 +42,18 @@ def product(
     assert fits, (x.shape, weight.shape)
     out = x.new_empty(n, n_out, dtype=out_dtype or dtype) if onto is None else onto
     assert out.shape == (n, n_out), (out.shape, n, n_out)
-    some = [x, weight, out, *(tensor for tensor in (bias, norm) if tensor is not None)]
+    some = [x, out, *(tensor for tensor in (weight, bias, norm) if isinstance(tensor, Tensor))]
     fits = all(y.is_contiguous() and y.dtype in (dtype, torch.float32) for y in some)
     assert fits, [(y.stride(), y.dtype) for y in some]
-    columns = min(_COLUMNS, triton.next_power_of_2(size))
-    rows = max(n_parts, _TILE // (_COLUMNS * weight.element_size()) // (1 if n == 1 else 2))
+    columns = min(_COLUMNS, triton.next_power_of_2(size))  # a multiple of any group
+    row_bytes = _COLUMNS * (4 if kind else dtype.itemsize)  # of weights in registers
+    rows = max(n_parts, _TILE // row_bytes // (1 if n == 1 else 2))
     while rows > n_parts and n_rows < rows * _PROGRAMS:
         rows //= 2
-    shape = Product(size, n, rows // n_parts, columns, n_parts, onto is not None)
+    shape = Product(size, n, rows // n_parts, columns, n_parts, onto is not None, kind)
     given = tuple(() if tensor is None else (tensor,) for tensor in (bias, norm))
-    launch(_product, (triton.cdiv(n_rows, rows),), x, weight, *given, out, n_out, eps, P=shape, num_warps=4)
+    stored = weight if isinstance(weight, Tensor) else stored_in(weight)
+    launch(_product, (triton.cdiv(n_rows, rows),), x, stored, *given, out, n_out, eps, P=shape, num_warps=4)
     return out
 
 
@@ -62,6 +67,7 @@ class Product:
     columns: int  # inputs that a program reads at a time
     parts: int  # weight rows for each number of the result: 2 with a gate, else 1
     adds: bool  # whether the result is added to the output
+    kind: BlockType | None = None  # the type of the weights' blocks; None: `weight` is a plain matrix
 
 
 @triton.jit
@@ -77,14 +83,16 @@ def _product(x, weight, bias, norm, out, n_out, eps, P: tl.constexpr):
     lines = tl.program_id(0) * P.rows + of_part // P.parts
     there = lines < n_out
     lines += of_part % P.parts * n_out
-    at = weight + lines.to(tl.int64)[:, None] * P.size
     state0 = _none(P.rows * P.parts, P.columns)
     state1, state2, state3 = state0, state0, state0
     for first in range(0, P.size, P.columns):
         here = first + tl.arange(0, P.columns)
         inside = here < P.size
-        w = tl.load(at + here[None, :], mask=there[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-        w = w.to(tl.float32)
+        if P.kind is None:
+            at, those = weight + lines.to(tl.int64)[:, None] * P.size + here[None, :], there[:, None] & inside[None, :]
+            w = tl.load(at, mask=those, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        else:
+            w = weights(weight, lines, there, first, P.rows * P.parts, P)
         factor = tl.where(inside, 1.0, 1.0)
         if len(norm):
             factor = tl.load(norm[0] + here, mask=inside, other=0.0).to(tl.float32)
