@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lce.kernels.runtime import launching
 
-__all__ = ["attention", "choices", "decoding", "elementwise", "launching", "merging", "products", "rows"]
+__all__ = ["attention", "choices", "decoding", "elementwise", "launching", "merging", "pages", "products", "rows"]
 
 if TYPE_CHECKING:
     from lce.kernels.choose import choices_triton as choices
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from lce.kernels.merge import merging_triton as merging
     from lce.kernels.product import products_triton as products
     from lce.kernels.routed import decoding_triton as decoding
+    from lce.kernels.rows import pages_triton as pages
     from lce.kernels.rows import rows_triton as rows
 else:
-    _NAMES = "attention choices decoding elementwise merging products rows".split()
-    _FOLDERS = dict(zip(_NAMES, "dense choose routed elementwise merge product rows".split(), strict=True))
+    _NAMES = "attention choices decoding elementwise merging pages products rows".split()
+    _FOLDERS = dict(zip(_NAMES, "dense choose routed elementwise merge rows product rows".split(), strict=True))
 
     def __getattr__(name: str) -> ModuleType:
         return importlib.import_module(f"lce.kernels.{_FOLDERS[name]}.{name}_triton")

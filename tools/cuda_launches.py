@@ -152,7 +152,14 @@ def _choices_of_a_block(dtype: torch.dtype, n_chunks: int) -> None:
     choices.scores_of_few(torch.empty(8, 4, 128, dtype=dtype), torch.empty(8, n_chunks, 128, dtype=dtype))
 
 
+def _pages() -> None:
+    from lce.kernels.rows.pages_triton import gather_pages
+
+    gather_pages(torch.empty(64, 32, 2, 8, 128, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64))
+
+
 def _rest() -> Iterator[Call]:
+    yield Call("pages", _pages)
     for name, dtype in DTYPES.items():
         for n in range(1, 5):
             for size, rows in ((4096, 6144), (14_336, 4096), (2048, 2048), (896, 1152)):
