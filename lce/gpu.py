@@ -18,6 +18,7 @@ __all__ = [
     "elementwise",
     "launching",
     "merging",
+    "pages",
     "products",
     "rows",
 ]
@@ -31,12 +32,17 @@ if TYPE_CHECKING:
     from lce.kernels.product import products_triton as products
     from lce.kernels.routed import chosen_triton as chosen
     from lce.kernels.routed import decoding_triton as decoding
+    from lce.kernels.rows import pages_triton as pages
     from lce.kernels.rows import rows_triton as rows
 else:
-    _NAMES = "attention best choices chosen decoding elementwise merging products rows".split()
-    _FOLDERS = dict(
-        zip(_NAMES, "dense choose choose routed routed elementwise merge product rows".split(), strict=True)
-    )
+    _FOLDERS = {"attention": "dense", "best": "choose", "choices": "choose", "chosen": "routed", "decoding": "routed"}
+    _FOLDERS |= {
+        "elementwise": "elementwise",
+        "merging": "merge",
+        "pages": "rows",
+        "products": "product",
+        "rows": "rows",
+    }
 
     def __getattr__(name: str) -> ModuleType:
         return importlib.import_module(f"lce.kernels.{_FOLDERS[name]}.{name}_triton")

@@ -173,9 +173,16 @@ def _best(dtype: torch.dtype, n_scores: int) -> None:
     best_tokens(torch.empty(n_scores, dtype=dtype), 4)
 
 
+def _pages() -> None:
+    from lce.kernels.rows.pages_triton import gather_pages
+
+    gather_pages(torch.empty(64, 32, 2, 8, 128, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64))
+
+
 def _rest() -> Iterator[Call]:
     for n_scores in (32_768, 131_072):
         yield Call(f"best of {n_scores}", partial(_best, torch.float32, n_scores))
+    yield Call("pages", _pages)
     for name, dtype in DTYPES.items():
         for n in range(1, 5):
             for size, rows in ((4096, 6144), (14_336, 4096), (2048, 2048), (896, 1152)):

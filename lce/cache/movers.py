@@ -5,6 +5,7 @@ counts slots. All slabs except the last have the same number of slots.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from threading import Lock
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lce import gpu
 from lce.cache.formats import Parts
 from lce.system import lasting_executor, usable_cores
 
@@ -62,6 +64,14 @@ class Mover:
         self.gather(slabs, slots, pages)
         return pages
 
+    def beside(self) -> AbstractContextManager[object]:
+        """Return a context in which a GPU's work for `put` is queued beside the computation."""
+        return nullcontext()
+
+    def lend(self, slabs: Slabs, slots: Numbers) -> Parts | None:
+        """Begin to copy the pages in slots to the GPU; call `wait` first. None: the GPU cannot read them."""
+        return None
+
     def gather(self, slabs: Slabs, slots: Numbers, pages: Parts) -> None:
         """Copy the pages in slots to `pages`, tensors `[n, …]`. Bytes: one copy."""
         for held, rows, part in located(slabs, slots):
@@ -93,8 +103,8 @@ class Streamed(Mover):
         for slot in waited:  # after all waits, because an interruption may come between two of them
             arrivals.pop(slot, None)
 
-    def _note(self, slots: Numbers) -> None:
-        self._arrivals.update(dict.fromkeys(slots.tolist(), self.stream.record_event()))
+    def _note(self, slots: Numbers, stream: torch.cuda.Stream | None = None) -> None:
+        self._arrivals.update(dict.fromkeys(slots.tolist(), (stream or self.stream).record_event()))
 
 
 class Cuda(Streamed):
@@ -104,6 +114,9 @@ class Cuda(Streamed):
 
     def now(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
+
+    def beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
         # PyTorch records that the stream uses the memory: what is freed during a copy is not reused before its end.
@@ -130,8 +143,8 @@ class Pinned(Streamed):
 
     def put(self, slabs: Slabs, slots: Numbers, pages: Parts, after: object = None, unpack: Unpack = same) -> None:
         """Put pages into slots: from the CPU at once, from the GPU in one copy for each run of adjacent slots."""
+        self.wait(slots)  # the GPU may still write these slots, or read them
         if not pages[0].is_cuda:
-            self.wait(slots)  # earlier copies that still run would overwrite these pages
             super().put(slabs, slots, pages, unpack=unpack)
             return
         assert after is None, "pages leave the GPU in the thread that computes"
@@ -146,6 +159,17 @@ class Pinned(Streamed):
                     for x, new in zip(held, pages, strict=True):
                         x[first : first + n].copy_(new[part][run], non_blocking=True)
             self._note(slots)
+
+    def lend(self, slabs: Slabs, slots: Numbers) -> Parts | None:
+        (first,), stream = slabs[0], torch.cuda.current_stream(self.device)
+        if not gpu.launching.installed() or first[0].nbytes % 8:
+            return None
+        places = [x.data_ptr() + rows * x[0].nbytes for (x,), rows, _ in located(slabs, slots)]
+        pages = torch.empty((len(slots), *first.shape[1:]), dtype=first.dtype, device=self.device)
+        table = torch.from_numpy(np.concatenate(places)).pin_memory()
+        gpu.pages.gather_pages(pages, table.to(self.device, non_blocking=True))
+        self._note(slots, stream)  # whoever fills these slots waits until they were read
+        return (pages,)
 
     def gather(self, slabs: Slabs, slots: Numbers, pages: Parts) -> None:
         gather, n_threads = super().gather, min(GATHERERS, max(1, sum(page.nbytes for page in pages) // PIECE))

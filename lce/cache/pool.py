@@ -113,7 +113,9 @@ class Pool(Tier):
     def _load(self, pages: Pages, slots: Numbers, slabs: Sequence[Parts], after: object = None) -> None:
         """Copy pages from the tier below to slots, once the device work that `after` marks is done: see `Mover.put`."""
         for some in slices(len(slots), AT_ONCE // self.page_bytes):
-            self.mover.put(slabs, slots[some], self.below.read(pages.at(some)), after, self._unpacked)
+            with self.mover.beside():
+                found = self.below.lend(pages.at(some)) or self.below.read(pages.at(some))
+            self.mover.put(slabs, slots[some], found, after, self._unpacked)
 
     def arrived(self, pages: Pages, slots: Numbers) -> None:
         """Record in the pool's index that `pages` are now in `slots`."""
@@ -138,6 +140,17 @@ class Pool(Tier):
         self.mover.wait(place)
         self.traffic.bytes_out += len(place) * self.page_bytes
         return self.mover.pick(self.slots.slabs, place)
+
+    def lend(self, pages: Pages) -> Parts | None:
+        place = self.index[pages]
+        if not len(place) or place.min() < 0:
+            return None
+        self.mover.wait(place)
+        found = self.mover.lend(self.slots.slabs, place)
+        if found is not None:
+            self._request(pages)
+            self.traffic.bytes_out += len(place) * self.page_bytes
+        return found
 
     def write(self, pages: Pages, *parts: Tensor) -> None:
         for some in slices(len(pages.group), self.capacity):

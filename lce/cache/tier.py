@@ -154,6 +154,10 @@ class Tier(ABC):
         found = self.take(place[here])
         return found if not len(missing) else self.joined((here, missing), found, self.below.read(pages.at(missing)))
 
+    def lend(self, pages: Pages) -> Parts | None:
+        """Begin to copy pages to the GPU, in the current stream; None: another way must be taken, `read`."""
+        return None
+
     def read_rows(self, pages: Pages, offsets: Numbers) -> Tensor:
         """Return copies of one token per page, at `offsets [n]`, as `[n, 2, P, D]`, from this or a lower tier."""
         place, here, missing = self.find(pages)

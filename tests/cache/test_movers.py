@@ -284,3 +284,41 @@ def test_a_gpu_finds_every_page_again(tmp_path: Path, below: int | None) -> None
         assert torch.equal(layer.tokens(index)[1], -text[layer.index][:, index])
     assert cache.traffic["device"].early > 0
     assert torch.equal(cache.fork().layers[3].span(0, 1024)[0], text[3])
+
+
+@pytest.mark.parametrize("sizes", [(5,), (2, 2, 1)])
+def test_a_gpu_reads_pages_of_the_host_itself(triton_gpus: Gpus, sizes: tuple[int, ...]) -> None:
+    """No core gathers them; who fills their slots again waits until they were read, and nobody else waits."""
+    host, device = Pinned(torch.device("cuda")), Cuda(torch.device("cuda"))
+    held, slabs = ([each[:1] for each in slabs_of(mover, *n)] for mover, n in ((host, sizes), (device, (5,))))
+    new, slots = torch.randn(2, 5, 2, 4, 3), np.array([4, 0, 2])
+    host.put(held, np.arange(5), (new[0],))
+    with triton_gpus.counting() as counts:
+        host.wait(slots)
+        with device.beside():
+            found = host.lend(held, slots)
+        assert found is not None
+        device.put(slabs, slots, found)
+    assert (counts.syncs, counts.at["launches: _gather_pages"]) == (0, 1)
+    host.put(held, np.array([4]), (new[1, 1:2].cuda(),))
+    host.wait(np.array([4]))
+    host.put(held, np.array([2]), (new[1, :1],))
+    device.wait(slots)
+    assert torch.equal(device.pick(slabs, slots)[0].cpu(), new[0][[4, 0, 2]])
+    host.wait(np.arange(5))
+    assert torch.equal(host.pick(held, np.array([2, 4]))[0], new[1, :2])
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_pages_come_back_without_a_core(triton_gpus: Gpus, monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
+    tiers, text = tiers_on_a_gpu(kv_dtype)
+    monkeypatch.delattr("lce.cache.movers.Pinned.gather")
+    monkeypatch.delattr("lce.cache.movers.Mover.gather")
+    for layer in range(4):
+        wanted = np.random.default_rng(layer).random((2, 32)) < 0.2
+        for tiles in tiers.rounds(layer, wanted):
+            for head, chunk in zip(*np.nonzero(wanted), strict=True):
+                if (tile := int(tiles.index[head, chunk])) >= 0:
+                    assert torch.equal(tiles.k[tile].cpu(), text[layer, head, chunk * 16 : chunk * 16 + 16].cpu())
+        tiers.prefetch((layer + 1) % 4)
+    assert tiers.top.traffic.bytes_in > 0
