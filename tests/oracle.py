@@ -2,8 +2,7 @@
 
 Each method is a function from a text's `q [H, N, D]`, `k v [G, N, D]` and a setting to explicit tables, for every head:
 which keys a query attends (`mask [H, N, N]`), at which distance (`distance [H, N, N]`), and for some methods a factor
-on each query's logits (`scale [N]`). `attention` then takes one softmax over each row. With a `correction`, other
-tables and a row for each query (-1: none), a query's output also gets that row's output minus its output by the others.
+on each query's logits (`scale [N]`). `attention` then takes one softmax over each row.
 """
 
 import math
@@ -20,7 +19,6 @@ class Tables(NamedTuple):
     mask: Tensor
     distance: Tensor
     scale: Tensor | None = None
-    correction: "tuple[Tables, Tensor] | None" = None
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, setting: Setting)
             scores *= tables.scale[:, None]
         scores[~tables.mask[h]] = -math.inf
         out[h] = scores.softmax(-1) @ v[h // rep].double()
-    if tables.correction is not None:
-        others, rows = tables.correction
-        difference = out - attention(q, k, v, others, setting)
-        out = out + torch.where(rows[:, None] < 0, 0.0, difference[:, rows])
     return out
 
 
@@ -758,37 +752,6 @@ def directions(k: Tensor, low_dim: int) -> np.ndarray:
 
 
 @definition
-def delta(
-    text: Text,
-    method: str = "streaming",
-    every: int = 64,
-    dense: str | None = None,
-    dense_up_to: int = 1,
-    correct: bool = True,
-) -> Tables:
-    """Define delta attention: small blocks and firsts of groups are dense; others get their first's error."""
-    name, knobs = spelled(method)
-    if name in ("streaming", "lm_infinite"):
-        knobs = {"local": text.window // 4} | knobs
-    given = text.q, text.k, text.v, text.setting
-    sparse = DEFINITIONS[name](*given, **knobs)
-    dense_name, dense_knobs = spelled(dense or {"lm_infinite": "rerope", "esa": "rerope"}.get(name, "full"))
-    whole = DEFINITIONS[dense_name](*given, **dense_knobs)
-    is_dense, rows, start = [], [], 0
-    for size in text.setting.blocks or [text.n]:
-        for i in range(start, start + size):
-            is_dense.append(size <= dense_up_to or i % every == 0)
-            rows.append(-1 if is_dense[-1] or not correct else i - i % every)
-        start += size
-    each = torch.tensor(is_dense)
-    one = torch.ones(text.n, dtype=torch.float64)
-    scales = [one if tables.scale is None else tables.scale for tables in (whole, sparse)]
-    mask, distance = (torch.where(each[:, None], a, b) for a, b in zip(whole[:2], sparse[:2], strict=True))
-    first = Tables(mask, distance, torch.where(each, *scales))
-    return first._replace(correction=(sparse, torch.tensor(rows)))
-
-
-@definition
 def xattention(text: Text, stride: int = 8, block_size: int | None = None, top_p: float = 0.9) -> Tables:
     """Define XAttention, block of queries by block of queries; queries of a block that a pass cuts attend all keys."""
     size = block_size or max(stride, 2, min(128, text.window // 32) // stride * stride)
@@ -816,13 +779,3 @@ def xattention(text: Text, stride: int = 8, block_size: int | None = None, top_p
                     mask[h, b * size : (b + 1) * size, c * size : (c + 1) * size] = False
             start += n_queries
     return Tables(mask, text.everyone(text.i - text.j))
-
-
-def spelled(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the method and the knobs of a text such as `streaming:sinks=4`."""
-    name, *pairs = text.split(":")
-    words = {"true": True, "false": False, "none": None}
-    knobs: dict[str, Any] = {}
-    for key, _, value in (pair.partition("=") for pair in pairs):
-        knobs[key] = words[value] if value in words else int(value) if value.isdigit() else value
-    return name, knobs

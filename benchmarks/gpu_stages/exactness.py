@@ -27,10 +27,6 @@ HEADS = {"multi-head": (4, 4), "grouped-query": (8, 2)}
 # Every method's knobs, small enough for a short text to go far beyond.
 KNOBS: dict[str, list[dict[str, Any]]] = {
     "dca": [{"chunk_size": 24}],
-    "delta": [
-        {"method": "streaming:sinks=4:local=40", "every": 16},
-        {"method": "lm_infinite:sinks=4:local=40", "dense": "rerope:local=24", "every": 16},
-    ],
     "esa": [{"sinks": 8, "local": 24, "top_k": 32, "compress": "none"}, {"sinks": 8, "local": 24, "compress": "pca"}],
     "infllm": [{"block_size": 16, "sinks": 8, "top_k": 3, "repr_tokens": 2, "local": 32}],
     "lm_infinite": [{"sinks": 4, "local": 40}, {"sinks": 4, "local": 40, "top_k": 5}],

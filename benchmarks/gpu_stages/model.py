@@ -23,7 +23,7 @@ from gpu_stages.setup import Setup, Skip, graph_figures
 from gpu_stages.speed import free
 
 ROOT = Path(__file__).parent.parent.parent
-FIRST = ("full", "longheads", "dca", "esa", "infllm", "xattention", "delta")  # the other methods follow
+FIRST = ("full", "longheads", "dca", "esa", "infllm", "xattention")  # the other methods follow
 LENGTHS, NEW_TOKENS = (2000, 30_000, 120_000), 33
 LANES, PROMPT, ANSWER = (1, 8, 32), 2000, 64
 STORED: dict[str, dict[str, Any]] = {

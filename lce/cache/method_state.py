@@ -362,45 +362,17 @@ def _has_rows(tensor: FileTensor, n_rows: int, row_bytes: int) -> bool:
 
 
 @dataclass(eq=False)
-class _OpenGroup(MethodState):
-    """A state with rows of the last group of `size` tokens, not complete yet. Its number is the group's index."""
-
-    forgets: ClassVar[bool] = False
-    size: int
-    row_bytes: int
-    n_rows: ClassVar[int] = 0  # the number of a group's rows; 0: one for each token
-
-    def committed(self, n_tokens: int) -> Held:
-        return self._held[0], min(self._held[1], n_tokens // self.size)
-
-    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
-        (current, rest), n_rows = divmod(n_tokens, self.size), self.n_rows or self.size
-        return (number == current if rest else number <= current) and _has_rows(tensor, n_rows, self.row_bytes)
-
-    def _of(self, group: int) -> Tensor:
-        """Return the rows of a group that was open when this pass began, or that this pass wrote."""
-        rows = next((rows for rows, number in (self._held, self._next) if number == group), None)
-        assert rows is not None, "rows of a group that is not open"
-        return rows
-
-    def nearest(self, n_tokens: int, length: int) -> int:
-        group = n_tokens // self.size
-        return n_tokens if group == length // self.size else group * self.size
-
-    def most_bytes(self, n_tokens: int, block: int) -> int:
-        n_rows = self.n_rows or self.size
-        return n_rows * self.row_bytes * (2 if n_tokens > n_rows else 1)
-
-
-@dataclass(eq=False)
-class OpenChunk(_OpenGroup):
+class OpenChunk(MethodState):
     """A state with rows `[heads, L, D]` of the tokens in the open chunk. The state's number is the chunk's index.
 
     Example: queries that wait for their chunk to be complete. A pass that enters another chunk writes to a new buffer,
     which replaces the old one at the commit.
     """
 
+    forgets: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
+    size: int
+    row_bytes: int
     _marked: Tensor | None = field(default=None, init=False)  # a buffer that a mark refers to: it must not change
 
     def write(self, rows: Tensor, start: int) -> None:
@@ -435,8 +407,21 @@ class OpenChunk(_OpenGroup):
 
     def span(self, start: int, stop: int) -> Tensor:
         """Return the rows of tokens `start..stop-1` of the open chunk, committed or of this pass, a view."""
-        rows, first = self._of(start // self.size), start // self.size * self.size
-        return rows[:, start - first : stop - first]
+        chunk_id, first = start // self.size, start % self.size
+        rows = next((rows for rows, number in (self._held, self._next) if number == chunk_id), None)
+        assert rows is not None, "rows of a chunk that is not open"
+        return rows[:, first : first + stop - start]
+
+    def agrees(self, tensor: FileTensor, number: int, n_tokens: int) -> bool:
+        current, rest = divmod(n_tokens, self.size)
+        return (number == current if rest else number <= current) and _has_rows(tensor, self.size, self.row_bytes)
+
+    def nearest(self, n_tokens: int, length: int) -> int:
+        chunk_id = n_tokens // self.size
+        return n_tokens if chunk_id == length // self.size else chunk_id * self.size
+
+    def most_bytes(self, n_tokens: int, block: int) -> int:
+        return self.size * self.row_bytes * (2 if n_tokens > self.size else 1)
 
     def committed(self, n_tokens: int) -> Held:
         rows, chunk_id = self._held
@@ -444,21 +429,6 @@ class OpenChunk(_OpenGroup):
             rows = rows.clone()
             rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
         return rows, min(chunk_id, n_tokens // self.size)
-
-
-class FirstRow(_OpenGroup):
-    """A state with one row `[heads, 1, R]` of the open group of `size` tokens, replaced at the commit of a pass."""
-
-    n_rows: ClassVar[int] = 1
-    memory: ClassVar[None] = None  # no recorded step reads the row, or writes it
-
-    def write(self, row: Tensor, group: int) -> None:
-        """Keep the row `[heads, 1, R]` of a group, from the commit of this pass on."""
-        self._next = (row.clone(memory_format=torch.contiguous_format), group)
-
-    def row(self, group: int) -> Tensor:
-        """Return the row of the group that was open when this pass began, or that this pass wrote last."""
-        return self._of(group)
 
 
 @dataclass(eq=False)

@@ -19,7 +19,6 @@ from lce.methods.costs import Cost as Cost
 from lce.methods.costs import PaperFigure as PaperFigure
 from lce.methods.costs import QueryBlock as QueryBlock
 from lce.methods.dca import DualChunk as DualChunk
-from lce.methods.delta import Delta as Delta
 from lce.methods.esa import ESA as ESA
 from lce.methods.full import Full as Full
 from lce.methods.infllm import InfLLM as InfLLM

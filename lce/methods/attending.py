@@ -130,21 +130,8 @@ def skips(method: Declaring, n_tokens: int) -> bool:
 
 def block_parts(method: Declaring, layer: int, step: Step, i: Tensor | None = None) -> tuple[Tensor, list[Part]]:
     """Return the indices of the block's queries, and their parts. Without `i [T]` the indices are made on the host."""
-    i = torch.arange(step.start, step.stop, step.stride) if i is None else i
-    parts = declared(method, i, layer, step.stop, step.sliding_window)
-    return i, parts if step.stride == 1 else [each for part in parts for each in around_core(part, i)]
-
-
-def around_core(part: Part, i: Tensor) -> list[Part]:
-    """Cut a part of spans in three: the tokens that all queries `i [T]` see, and what each sees before and after them.
-
-    The queries of a strided step then attend the common tokens in one call, so that these are read once.
-    """
-    start, stop = bounds(part, i)
-    first = start.amax()
-    last = stop.amin().maximum(first)
-    spans = (start, stop.minimum(first)), (first, last), (start.maximum(last), stop)
-    return [replace(part, keys=keys) for keys in spans]
+    i = torch.arange(step.start, step.stop) if i is None else i
+    return i, declared(method, i, layer, step.stop, step.sliding_window)
 
 
 def bounds(part: Part, i: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +152,7 @@ def placed_parts(method: Declaring, q: Tensor, cache: LayerCache, step: Step) ->
         at, here, found = i, parts, list[PlacedPart]()
         if i.device != q.device and any(isinstance(x.query_at, Tensor) and x.query_at is not i for x in parts):
             at, here = block_parts(method, cache.index, step, step.positions(q.device))  # avoids a copy to the GPU
-        slide = _sliding(method, cache.index, step) if len(i) == step.stride == 1 and not step.decoding else ()
+        slide = _sliding(method, cache.index, step) if len(i) == 1 and not step.decoding else ()
         for number, (part, same) in enumerate(zip(parts, here, strict=True)):
             calls = [] if part.keys == CHOSEN else dense_calls(*bounds(part, i))
             if number in slide:

@@ -121,7 +121,7 @@ def n_seeing_all(c: Selection, step: Step) -> int:
 
     Dense attention takes less time for them.
     """
-    if c.varies or c.n_near or step.stride > 1 or not c.placement.true_within or not c.selector.takes_best:
+    if c.varies or c.n_near or not c.placement.true_within or not c.selector.takes_best:
         return 0
     return max(0, min(step.stop, (c.n_choices + 1) * c.size) - step.start)
 

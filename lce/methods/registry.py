@@ -180,8 +180,6 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     }
 }
 
-ORDER = ("select", "placement", "page", "budget", "share", "queries")  # in which the knobs of `pages` are spelled now
-
 
 def renewed(method: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs of a method under their present names. A renamed knob that is None is dropped: it meant nothing.
@@ -192,18 +190,7 @@ def renewed(method: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
     found = {names.get(key, key): value for key, value in knobs.items() if key not in names or value is not None}
     if method == "longheads" and "keep_last" in found:  # the last chunk, or none
         found["local"] = found.get("chunk_size") if found.pop("keep_last") else 0
-    if method == "delta":  # two of its knobs spell methods
-        found |= {key: _respelled(found[key]) for key in ("method", "dense") if isinstance(found.get(key), str)}
     return found
-
-
-def _respelled(text: str) -> str:
-    name, *pairs = text.split(":")
-    if name not in RENAMED or not any(pair.partition("=")[0] in RENAMED[name] for pair in pairs):
-        return text
-    knobs = renewed(name, dict(pair.partition("=")[::2] for pair in pairs))
-    ordered = sorted(knobs.items(), key=lambda knob: ORDER.index(knob[0].partition(".")[0]))
-    return ":".join((name, *(f"{key}={value}" for key, value in ordered)))
 
 
 def check_renamed(method: str, knobs: Iterable[str]) -> None:

@@ -91,21 +91,18 @@ class Step(PassFacts):
 
     Example: the second block of a prefill by 512 has `start=512, stop=1024`; the decode step after 1,500 tokens has
     `start=1500, stop=1501`. Indices count rows of the cache; a token's position follows by `Rope.positions`.
-
-    With a `stride` above 1 the queries are every `stride`-th token from `start` on; the method's parts are all spans.
     """
 
     start: int
     stop: int
-    stride: int = 1
     at: ClassVar[Tensor | None] = None  # as `DeviceStep.at`, for methods that take both
 
-    def part(self, start: int, stop: int, stride: int = 1) -> Step:
-        """Return the step of the block's queries `start..stop-1`, counted from its first; or of every `stride`-th."""
-        return replace(self, start=self.start + start, stop=self.start + stop, stride=stride, memo={}, all_devices={})
+    def part(self, start: int, stop: int) -> Step:
+        """Return the step of the block's queries `start..stop-1`, counted from its first."""
+        return replace(self, start=self.start + start, stop=self.start + stop, memo={}, all_devices={})
 
     def positions(self, device: torch.device) -> Tensor:
-        return torch.arange(self.start, self.stop, self.stride, device=device)
+        return torch.arange(self.start, self.stop, device=device)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lce.errors import UsageError, shown
-from lce.methods import Delta, Example, Method, Rope, RopeConfig, find, make, run, settings
+from lce.methods import Example, Method, Rope, RopeConfig, find, make, run, settings
 from lce.sizes import count
 
 HEADS, KV_HEADS = 4, 2
@@ -93,7 +93,7 @@ def explain(
     `window` is None, else its defaults; `knobs` override both. `block` is the number of queries prefilled per step,
     by default that of the example or of the method. Another `seed` makes other vectors, so a method may choose other
     keys. If a query sees all keys at one distance, the output does not depend on that distance; the nearest key's
-    distance in the text is then reported. `delta` is measured without its differences, which may make weights negative.
+    distance in the text is then reported.
     Raises `UsageError` for a method whose weights depend on positions otherwise than through distances in whole tokens.
     """
     method, window, block = _setting(method, {} if knobs is None else knobs, window, block)
@@ -102,8 +102,7 @@ def explain(
     block = None if block is None else count(block, "block")
     method = method.resolve(window)
     block = min(block or method.block, tokens)
-    weighing = replace(method, correct=False) if isinstance(method, Delta) else method
-    probe = _Probe(weighing, *vectors(tokens, seed), window, block, head)
+    probe = _Probe(method, *vectors(tokens, seed), window, block, head)
     factor = probe.factor()
     return Explanation(method, window, tokens, block, head, seed, probe.attended, _distances(probe, factor), factor)
 

@@ -270,7 +270,6 @@ METHODS = {
     "lm_infinite": {"top_k": 3},
     "longheads": {"chunk_size": 4, "chunks": 6},
     "quest": {"page": 4, "dense_layers": 0},
-    "delta": {"method": "lm_infinite:local=10", "every": 8},
     "reattention": {"span": 4},
     "xattention": {"block_size": 8},
     "infllm": {"block_size": 4, "sinks": 4, "local": 10, "top_k": 6, "repr_tokens": 2},

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lce.cache.method_state import FirstRow, Held, MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
+from lce.cache.method_state import Held, MethodState, OpenChunk, RecentRows, Staged, Summaries, TokenRows
 from lce.cache.shared import MemoryFile
 
 
@@ -101,7 +101,6 @@ def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
         "rows": TokenRows(12),
         "recent": RecentRows(n_kept, 24),
         "open": OpenChunk(size, 24),
-        "first": FirstRow(size, 24),
         "staged": Staged(lambda n_tokens, block: 8),
     }
 
@@ -113,8 +112,6 @@ def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
                 state.write(x[:, start:stop], start)
             elif isinstance(state, OpenChunk) and (opened := max(start, stop // size * size)) < stop:
                 state.write(x[:, opened:stop], opened)
-            elif isinstance(state, FirstRow) and (group := (stop - 1) // size) * size >= start:
-                state.write(x[:, group * size : group * size + 1], group)
             elif isinstance(state, Staged):
                 state.stage(x[0, :stop].sum(dim=0))
             kept[name].commit(stop)
@@ -124,7 +121,6 @@ def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
         assert torch.equal(kept["recent"].committed(n)[0][:, -min(n, n_kept) :], text[:, max(0, n - n_kept) : n])
         if n % size:
             assert torch.equal(kept["open"].committed(n)[0][:, : n % size], text[:, n // size * size : n])
-            assert torch.equal(kept["first"].row(n // size), text[:, n // size * size :][:, :1])  # type: ignore[attr-defined]
         assert torch.equal(kept["staged"].committed(n)[0], text[0, :n].sum(dim=0))
 
     n = 0
@@ -144,9 +140,6 @@ def test_a_state_goes_back_to_a_mark(data: st.DataObject) -> None:
                 found = state.as_of(state.mark(nearest)).committed(nearest)[0]
                 whole = text[0, :nearest] if name == "rows" else text[:, nearest // size * size : nearest]
                 assert torch.equal(found if name == "rows" else found[:, : nearest % size], whole)
-            if name == "first" and nearest % size:
-                row = state.as_of(state.mark(nearest)).committed(nearest)[0]
-                assert torch.equal(row, text[:, nearest // size * size :][:, :1])
 
 
 def test_recent_rows_that_are_made_again_are_named() -> None:

@@ -125,7 +125,6 @@ EVERY: dict[str, Method] = {
     "streaming": lce.methods.Streaming(local=20),
     "self_extend": lce.methods.SelfExtend(local=8),
     "self_extend, auto": lce.methods.SelfExtend(local=8, group="auto"),
-    "delta": lce.methods.Delta(method="streaming:local=20", every=8, dense_up_to=0),
     "longheads": LongHeads(chunk_size=8, chunks=4),
     "constant": LongHeads(chunk_size=8, chunks=4, placement="constant"),
     "quest": lce.methods.Quest(page=4, budget=16, dense_layers=0),

@@ -13,13 +13,11 @@ from tests.command import within
 from tests.engine.test_walks import WALKED
 
 MORE = [
-    "delta method=lm_infinite:local=16 every=16",
-    "delta method=esa:compress=none:sinks=4:local=16:top_k=8 dense=rerope:local=16 every=16",
     "pages page=4 budget=16 placement=grouped placement.group=4",
 ]
 NAMES = {each.split()[0] for each in (*WALKED, *MORE)}
 METHODS = [*WALKED, *MORE, *(name for name in registry.available() if name not in NAMES)]
-EVERYDAY = ("self_extend local=8 group", "longheads", MORE[1])
+EVERYDAY = ("self_extend local=8 group", "longheads", MORE[0])
 DOCUMENT = tokens(405, seed=1)
 
 

@@ -27,8 +27,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("dca", "full", "infllm", "longheads", "quest", "rerope", "self_extend", "streaming")),
     ("lm_infinite", {"top_k": 3}),
     ("self_extend", {"group": "auto"}),
-    ("delta", {}),
-    ("delta", {"method": "infllm:block_size=8:top_k=3:sinks=4", "every": 16}),
     ("longheads", {"placement": "constant"}),
     ("quest", {"dense_layers": 0}),
     ("esa", {"compress": "pca", "low_dim": 16}),

@@ -27,7 +27,7 @@ EVERY = [  # without `reattention`, which reads all keys for each choice and so 
     for i, name in enumerate(SERVING)
     if name != "reattention"
 ]
-EVERY_DAY = ("full", "longheads", "infllm", "esa", "self_extend", "delta")  # each keeps something else, or nothing
+EVERY_DAY = ("full", "longheads", "infllm", "esa", "self_extend")  # each keeps something else, or nothing
 SPLICED = pytest.mark.parametrize(("name", "kv_dtype"), [*CASES, MORE, *EVERY])
 
 

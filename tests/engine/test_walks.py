@@ -20,9 +20,8 @@ WALKED = [
         "pages page=4 budget=16 select=lowdim select.compress=pca",
     ),
     *("infllm block_size=4 repr_tokens=2 top_k=3 sinks=4 local=16", "reattention span=4 top_k=3 local=8"),
-    f"delta method=esa:compress=pca:{ESA.replace(' ', ':')} every=8 dense_up_to=0",
 ]
-EVERYDAY = ("rerope", "self_extend local=8 group", "longheads", "esa", "infllm", "delta")
+EVERYDAY = ("rerope", "self_extend local=8 group", "longheads", "esa", "infllm")
 STEPS = ("read", "read", "read", "cut", "cut", "fork", "cancel", "answer", "interrupt", "evict")
 
 
@@ -86,7 +85,7 @@ def test_a_context_saves_and_goes_on_after_any_walk(
 
 TURN = "{{ '<|turn|>' ~ x.role ~ '\n' ~ x.content ~ '<|end|>' }}"
 TEMPLATE = f"{{% for x in messages %}}{TURN}{{% endfor %}}{{{{ '<|turn|>assistant\n' }}}}"
-WENT_BACK = ("rerope", "self_extend", "infllm", "delta")  # methods whose state cannot go back everywhere
+WENT_BACK = ("rerope", "self_extend", "infllm")  # methods whose state cannot go back everywhere
 SAID = ("What is a llama?", "And an alpaca, is it smaller? " * 3, "The quick brown fox jumps over the lazy dog. " * 6)
 
 

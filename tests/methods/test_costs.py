@@ -112,9 +112,6 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "dca": own.DualChunk(chunk_size=30),
         "dca intra": own.DualChunk(chunk_size=30, parts="intra"),
         "dca intra+inter": own.DualChunk(chunk_size=30, parts="intra+inter"),
-        "delta": own.Delta(method="streaming:sinks=3:local=17", every=9),
-        "delta unrotated": own.Delta(method="infllm:block_size=8:repr_tokens=2:top_k=3:sinks=3:local=20", every=9),
-        "delta of chunks": own.Delta(method="longheads:chunk_size=8:chunks=4", every=6, dense_up_to=16),
         "longheads": own.LongHeads(chunk_size=8, chunks=4),
         "longheads layer": own.LongHeads(chunk_size=8, chunks=4, share="layer", rank="last", local=0),
         "longheads fixed": own.LongHeads(chunk_size=8, chunks=4, fix_head=True, placement="constant"),
@@ -202,7 +199,7 @@ def test_what_a_decode_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_block_is_the_sum_of_its_queries() -> None:
     for method in methods(4, 2).values():
-        if isinstance(method, lce.methods.ESA | lce.methods.InfLLM | lce.methods.Delta | lce.methods.XAttention):
+        if isinstance(method, lce.methods.ESA | lce.methods.InfLLM | lce.methods.XAttention):
             continue  # their queries choose together; a block of one is dense
         resolved = method.resolve(WINDOW)
         whole = cost(resolved, QueryBlock(0, 90, 4, 2, D))

@@ -79,12 +79,6 @@ def test_a_context_file_of_before_has_the_same_method() -> None:
     assert make("pages", knobs_of(before)) == method
     with pytest.raises(DataError, match=r"pages placement.far=500; this engine has placement.far=511"):
         identity.check(Path("old.lce"), {**before, "knobs": {**BEFORE, "far": 500}})
-    text = "pages:select=bounds:place=grouped:page=16:sinks=3:share=head:group=5:top_p=0.5"
-    assert renewed("delta", {"method": text, "every": 9}) == {
-        "method": "pages:select=bounds:placement=grouped:placement.group=5:page=16:budget.sinks=3:budget.top_p=0.5:"
-        "share=head",
-        "every": 9,
-    }
     for kept, local in ((True, 8), (False, 0)):
         assert renewed("longheads", {"chunk_size": 8, "keep_last": kept}) == {"chunk_size": 8, "local": local}
     assert all(renewed(name, knobs) == knobs for name, knobs in CASES if name != "pages")

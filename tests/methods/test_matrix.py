@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lce.cache.layout import Budgets
-from lce.methods import Delta, Method, Observation, available, find, make
+from lce.methods import Method, Observation, available, find, make
 from lce.methods import knobs as spelling
 from lce.methods.base import promises_of
 from lce.models.config import RopeConfig
@@ -51,16 +51,6 @@ KNOBS: dict[str, list[dict[str, object]]] = {
     "dca": cases(
         "chunk_size=10, chunk_size=32, temperature=True, chunk_size=10 parts=intra, "
         "chunk_size=10 parts=intra+inter temperature=True, chunk_size=20 far=32, chunk_size=40 far=52"
-    ),
-    "delta": cases(
-        "method=streaming:sinks=2:local=9 every=5, "
-        "method=lm_infinite:sinks=2:local=9 dense=rerope:local=12:log_scale=true every=7, "
-        "method=quest:dense_layers=0:page=4:budget=16 every=8 dense_up_to=7, "
-        "method=longheads:chunk_size=4 dense=dca:chunk_size=4 every=16, "
-        "method=pages:placement=grouped:placement.group=3:page=4:budget=32 dense=self_extend:group=3 every=9, "
-        "method=dca:chunk_size=20:parts=intra dense=dca:chunk_size=20 every=6 dense_up_to=0, "
-        "method=esa:compress=none:sinks=4:top_k=9 dense=rerope every=11 correct=False, "
-        "method=quest:dense_layers=0:page=4:budget=16 dense=self_extend:group=auto every=6"
     ),
     "esa": cases(
         "sinks=4 top_k=9, sinks=0 local=5 top_k=4 eps=1, sinks=3 local=7 eps=0 far=20, "
@@ -175,10 +165,6 @@ def exact_length(method: Method) -> int | None:
         case "dca":
             size, far = knobs["chunk_size"], knobs["far"]
             return min(2 * size, far + 1) if knobs["parts"] == "all" else size
-        case "delta":
-            assert isinstance(method, Delta)
-            pair = exact_length(method.sparse_method), exact_length(method.dense_method)
-            return min((n for n in pair if n is not None), default=None)
         case "longheads" | "oracle" | "random" if knobs["top_p"] is None:
             return knobs["chunk_size"] * (1 if knobs["placement"] == "constant" else knobs["chunks"])
         case "quest" if knobs["top_p"] is None:

@@ -160,7 +160,6 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("pages", {"page": 4}),
     ("quest", {"page": 4}),
     ("lm_infinite", {"local": 24, "top_k": 4}),
-    ("delta", {}),
 ]
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}  # of which 3 ranks have 2, 1 and 1 KV heads
 

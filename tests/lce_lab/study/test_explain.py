@@ -25,8 +25,6 @@ from tests.running import cut
 WINDOW, TOKENS = 16, 34
 SETTINGS = {
     "dca": "; chunk_size=5; chunk_size=16; temperature=true",
-    "delta": "; every=5; method=lm_infinite:sinks=2:local=5 dense=rerope:local=6 every=4 dense_up_to=0; "
-    "method=pages:placement=dual:page=2:budget=8:placement.chunk_size=6 dense=dca:chunk_size=6 every=3 dense_up_to=5",
     "esa": "compress=none sinks=4 top_k=5; compress=none sinks=0 local=3 top_k=4 eps=0 far=500",
     "full": "",
     "infllm": "block_size=4 sinks=3 top_k=2 repr_tokens=2; block_size=3 sinks=0 top_k=1 far=13",
