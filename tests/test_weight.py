@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
-        35_300,
+        35_330,
         "lines; a fifth are kernels; advice takes 405, factors that follow the text 88, kept beginnings 60, "
         "order of sums 470, lanes in one call 245, windows and AMX in attention 55, tiles of eight keys 95, "
         "GPUs 850, less 270 of a method that is gone",
@@ -32,14 +32,14 @@ MOST = {  # the number that is held, and why it is no smaller
     "README": (120, "lines: the first screen, a document asked, methods and figures, what next"),
     "minimal": (400, "lines of examples/minimal.py: the whole idea in one file"),
     "path lines": (
-        5_199,
+        5_201,
         "of functions that `generate` with longheads enters, docstrings included; order of sums is 130, huge pages 25, "
         "heads that choose together 50, summaries of keys 45",
     ),
     "path files": (70, "of these functions; 68 are wanted: some files are entered for a few lines each"),
     "Engine": (18, "members: the verbs, and the setup behind them"),
     "Method": (25, "members: parts, what is kept, and what a method says of itself"),
-    "own": (30, "members that a class declares"),
+    "own": (31, "members that a class declares; ESA has ten knobs, and steps of its own on GPUs"),
     "all": (46, "members with those that a class inherits; LongHeads has its paper's ablations, and a summary"),
 }
 

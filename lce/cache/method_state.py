@@ -227,6 +227,22 @@ class GrowingRows(MethodState):
     def _capacity(self, n_rows: int, before: int) -> int:
         return max(n_rows, before * 3 // 2, self.fewest)
 
+    def completes(self, start: int) -> bool:
+        """Return whether the token at index `start` is the last one of a row."""
+        return not (start + 1) % self.tokens_per_row
+
+    def has_space(self, start: int) -> bool:
+        row = start // self.tokens_per_row
+        return self._rows is None or not self.completes(start) or row < min(self._n_rows + 1, self._rows.capacity)
+
+    def make_space(self, start: int) -> None:
+        if self._rows is not None and self.completes(start) and (row := start // self.tokens_per_row) >= self._n_rows:
+            self._prepare(row, row + 1, self._rows.tensor)
+
+    def write_on_device(self, row: Tensor, at: Tensor) -> None:
+        """Write the row at index `at [1]`, a tensor on the device. There must be space."""
+        self.buffer.index_copy_(self.axis, at, row.to(self.buffer.dtype))
+
 
 class TokenRows(GrowingRows):
     """A state with a row of R numbers for each token, such as a key projected to R dimensions."""
@@ -238,23 +254,8 @@ class Summaries(GrowingRows):
     axis: ClassVar[int] = 1
     fewest: ClassVar[int] = 16
 
-    def completes(self, start: int) -> bool:
-        """Return whether the token at index `start` completes a chunk."""
-        return not (start + 1) % self.tokens_per_row
-
     def steady(self, start: int) -> Held:
         return NOTHING if self.completes(start) else (self.memory, self._n_rows)
-
-    def has_space(self, start: int) -> bool:
-        return self._rows is None or not self.completes(start) or start // self.tokens_per_row < self._n_rows
-
-    def make_space(self, start: int) -> None:
-        if not self.has_space(start):
-            self._prepare(start // self.tokens_per_row, start // self.tokens_per_row + 1, self.buffer)
-
-    def write_on_device(self, row: Tensor, at: Tensor) -> None:
-        """Write the summary `[S, 1, …]` of the chunk at index `at [1]`, a tensor on the device. There must be space."""
-        self.buffer.index_copy_(1, at, row.to(self.buffer.dtype))
 
 
 @dataclass(eq=False)
@@ -452,6 +453,9 @@ class Staged(MethodState):
     def value(self) -> Tensor | None:
         """The committed tensor, which is never written in place."""
         return self._held[0]
+
+    def has_space(self, start: int) -> bool:
+        return self.value is not None  # a recorded step reads the tensor
 
     @property
     def latest(self) -> Tensor | None:

@@ -62,7 +62,7 @@ def decode_parts(method: Declaring, q: Tensor, cache: LayerCache, step: DeviceSt
     elif cached:
         found.append(step.attention.decode(q, *cache.whole, step.once(f"runs {kind}", lambda: runs_of(cached))))
     if recent:
-        found.append(_decode_recent(q, recent, cache, step))
+        found.append(decode_recent(q, recent, cache, step))
     return merge(found)
 
 
@@ -120,7 +120,8 @@ def runs_of(spans: Sequence[Span]) -> Runs:
     return Runs(first[None], (stop - first).clamp(min=0, max=size)[None], turn, turns, size)
 
 
-def _decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
+def decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
+    """Return the attention of an unrotated query `[H, 1, D]` to spans of recent keys, at their absolute positions."""
     recent, values = cache.kept(RecentRows, RECENT), cache.whole[1]
     keys, before = recent.buffer, recent.first
     n = min(keys.shape[1], values.shape[1] - before)

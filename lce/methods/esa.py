@@ -10,7 +10,18 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from lce.attention import Attended, products, scores_size, sum_heads, token_scores
+from lce.attention import (
+    Attended,
+    Order,
+    best_tokens,
+    merge,
+    products,
+    rotate,
+    scores_size,
+    spread,
+    sum_heads,
+    token_scores,
+)
 from lce.cache.layer import LayerCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import FileTensor, MethodState, Staged, TokenRows
@@ -20,19 +31,20 @@ from lce.methods.attending import PlacedPart
 from lce.methods.base import Example, is_like, knob, resolved
 from lce.methods.budget import TOP_P
 from lce.methods.costs import Cost, PaperFigure, QueryBlock, paper_figures
+from lce.methods.decoding import Span, decode_recent
 from lce.methods.joint import HOOKS, PROMISES, JointSelection
 from lce.methods.lowdim import BASIS, LOW_DIM_KEYS, LowDimMap, LowDimMaps, concat_heads, layer_maps, principal
 from lce.methods.map_file import check_maps, maps_for
 from lce.methods.parts import CHOSEN, LayerFacts, Part
 from lce.methods.registry import register
-from lce.methods.step import ModelFacts, Step
+from lce.methods.step import DeviceStep, ModelFacts, Step, is_recorded
 
 OTHERWISE = "-o compress=pca or -o compress=none"
 
 
 @register("esa")
 @dataclass(frozen=True)
-class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
+class ESA(JointSelection, promises=dict.fromkeys((*PROMISES, "recorded"), HOOKS)):
     """ESA (Wang et al., 2025, "Unshackling Context Length: An Efficient Selective Attention Approach through Query-Key
     Compression").
 
@@ -130,7 +142,31 @@ class ESA(JointSelection, promises=dict.fromkeys(PROMISES, HOOKS)):
     def keep(self, k: Tensor, v: Tensor, cache: LayerCache, step: Step) -> None:
         super().keep(k, v, cache, step)
         if self.compress != "none" and (maps := layer_maps(self.learned, cache, k)) is not None:
-            cache.kept(TokenRows, LOW_DIM_KEYS).write(maps.low_keys(concat_heads(k)), step.start)
+            rows, kept = maps.low_keys(concat_heads(k)), cache.kept(TokenRows, LOW_DIM_KEYS)
+            if step.at is None:
+                kept.write(rows, step.start)
+            else:
+                kept.write_on_device(rows, step.at)
+
+    def bound(self, stop: int) -> int | None:
+        """Return the bound of a recorded step; None while a token attends all candidates, and with some knobs."""
+        able = self.heads == "sum" and self.top_p is None and self.n_candidates(stop - 1) > resolved(self.top_k)
+        return super().bound(stop) if able else None
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        if not is_recorded(step):
+            return super().attend(q, cache, step)
+        far = rotate(q, step.far_turn(resolved(self.far), q))
+        scores = recorded_scores(self, far, cache, step)
+        n, n_local = len(scores), self.n_local
+        later = step.once("later", lambda: torch.arange(n, device=q.device) >= step.at - n_local - self.sinks)
+        scores = spread(scores.masked_fill(later, -torch.inf), self.eps).masked_fill(later, -torch.inf)
+        tokens = self.tokens_of(best_tokens(scores, resolved(self.top_k)))
+        k, v = (x.index_select(1, tokens) for x in cache.whole)
+        near = Span(step.at - n_local, step.at + 1, n_local + 1, step.true_turn(q))
+        spans = step.once("near", lambda: [near])
+        own = decode_recent(q, spans, cache, step)
+        return merge([own, step.attention.dense(far, k, v, causal=False, order=Order(True))])
 
     def parts_of(self, i: Tensor, layer: LayerFacts) -> Iterator[Part]:
         border, far = int(i[0]) - self.n_local, resolved(self.far)
@@ -191,6 +227,19 @@ def _(method: ESA, block: QueryBlock) -> Sequence[PaperFigure]:
     return [
         PaperFigure(text, "Eq. 9-18", method.low_dim / (2 * n * block.head_dim), is_share=True) for text, n in figures
     ]
+
+
+def recorded_scores(method: ESA, far: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
+    """Return the scores `[n]` of all tokens behind the sinks within the bound, for a query `far [H, 1, D]`."""
+    groups = far.unflatten(0, (step.n_kv_heads, -1))
+    if method.compress == "none":
+        keys = cache.whole[0][:, method.sinks : step.bound]
+        return sum_heads(products(groups.sum(dim=1), keys.mT, True), len(groups))[0, 0]
+    maps = layer_maps(method.learned, cache, far)
+    assert maps is not None, "found before a step is recorded"
+    low_q = maps.low_queries(concat_heads(groups.sum(dim=1) if method.compress == "pca" else far))
+    low_k = cache.kept(TokenRows, LOW_DIM_KEYS).allocated(step.bound)[method.sinks :]
+    return token_scores(low_q, low_k, generated=True)[0]
 
 
 def find_basis(method: ESA, cache: LayerCache, step: Step) -> None:
