@@ -269,11 +269,13 @@ def warm(level: tuple[str, ...], model: str | None, output: Output, **how: dict[
     if model is not None:
         from lce.attention import Attention
         from lce.engine import sizing, warming
+        from lce.weights.source import source_of
 
         made = sizing.planned(sizing.Planning(model, tokens=1, **how["methods"], **how["planning"]))
         if made.layout.on_cpu:
             raise UsageError("--model is for kernels of a GPU, and none is here or named; leave --model out")
-        with warming.warmed(made, Attention.choose()):
+        source = source_of(model, metadata_only=True)
+        with warming.warmed(made, Attention.choose(), source.checkpoint if source.types_in_headers else None):
             return
     names = [each for name in level for each in (levels.LEVELS if name == "all" else [name])]
     asked = [levels.find(name) for name in dict.fromkeys(names)] or [levels.asked()]

@@ -104,7 +104,7 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
         from lce.engine.tape import CudaTape
 
         recorder = Graphs(CudaTape)
-    with warmed(made, attention):
+    with warmed(made, attention, checkpoint):
         model = _model(made, checkpoint, scheme) if sharing is None else sharing.setup.model
     return Setup(
         **vars(made),

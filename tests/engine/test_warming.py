@@ -9,8 +9,9 @@ import torch
 
 import lce
 from lce.methods import DualChunk, LongHeads, Method
-from tests.checkpoints import tokens
+from tests.checkpoints import save_tiny, tokens
 from tests.command import run
+from tests.gguf_models import as_saved, save_gguf
 from tests.pretended import Gpus
 
 pytest.importorskip("triton")
@@ -85,6 +86,19 @@ def test_what_a_short_prompt_launches_was_compiled(
     engine = lce.load(tiny_model, device="cuda", dtype="bfloat16")
     engine.generate(tokens(9), max_tokens=2)
     assert kernels["launched"] <= kernels["compiled"]
+
+
+@pytest.mark.slow
+def test_kernels_of_packed_weights_are_compiled(
+    triton_gpus: Gpus, tmp_path: Path, kernels: dict[str, set[Any]]
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
+    folder = save_tiny(tmp_path, **sizes)
+    path = save_gguf(tmp_path / "model.gguf", as_saved(folder), {"*attn_v*": "Q6_K", "*": "Q4_K"})
+    engine = lce.load(path, device="cuda", dtype="bfloat16")
+    engine.generate(tokens(5), max_tokens=2)
+    assert {"_product", "_unpack"} <= {x[0] for x in kernels["launched"]}
+    assert not kernels["launched"] - kernels["compiled"]
 
 
 def test_warm_compiles_without_weights(triton_gpus: Gpus, tiny_model: Path, kernels: dict[str, set[Any]]) -> None:
