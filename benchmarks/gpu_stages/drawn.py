@@ -51,6 +51,9 @@ class Drawn:
     def dtype(self) -> torch.dtype:
         return torch.bfloat16
 
+    def schemes_on(self, device: torch.device) -> Mapping[str, Any]:
+        return self.schemes
+
     def fingerprint(self) -> str:
         return "drawn"
 

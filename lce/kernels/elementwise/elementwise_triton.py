@@ -21,7 +21,7 @@ def rms_norms(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
     """
     dim = both[0][0].shape[-1]
     rows, width = _rows_of(dim)
-    given, counts = list[Any](), list[tuple[int, int]]()
+    given, counts = list[Any](), list[int]()
     for x, weight in both:
         fits = x.shape[-1] == dim and weight.shape == (dim,) and weight.is_contiguous() and x.ndim in (2, 3)
         assert fits, (x.shape, weight.shape)
@@ -29,8 +29,8 @@ def rms_norms(eps: float, *both: tuple[Tensor, Tensor]) -> list[Tensor]:
         heads, n = (1, len(x)) if x.ndim == 2 else x.shape[:2]
         head_stride = x.stride(0) if x.ndim == 3 else 0
         given.append((x, weight, x.new_empty(x.shape, dtype=weight.dtype), head_stride, x.stride(-2)))
-        counts.append((heads * n, n))
-    n_programs = [triton.cdiv(n_rows, rows) for n_rows, _ in counts]
+        counts += heads * n, n
+    n_programs = [triton.cdiv(n_rows, rows) for n_rows in counts[::2]]
     options = {"ROWS": rows, "DIM": width, "num_warps": min(16, max(4, width // 1024))}
     launch(_rms_norm, (sum(n_programs),), tuple(given), (n_programs[0], *counts), dim, eps, **options)
     return [one[2] for one in given]
@@ -133,17 +133,16 @@ def _rms_norm(given, counts, dim, eps, ROWS: constexpr, DIM: constexpr):
     program, n_programs = tl.program_id(0), counts[0]
     if len(given) == 2:
         if program < n_programs:
-            _norm_rows(given[0], counts[1], program, dim, eps, ROWS, DIM)
+            _norm_rows(given[0], counts[1], counts[2], program, dim, eps, ROWS, DIM)
         else:
-            _norm_rows(given[1], counts[2], program - n_programs, dim, eps, ROWS, DIM)
+            _norm_rows(given[1], counts[3], counts[4], program - n_programs, dim, eps, ROWS, DIM)
     else:
-        _norm_rows(given[0], counts[1], program, dim, eps, ROWS, DIM)
+        _norm_rows(given[0], counts[1], counts[2], program, dim, eps, ROWS, DIM)
 
 
 @triton.jit
-def _norm_rows(given, count, program, dim, eps, ROWS: constexpr, DIM: constexpr):
+def _norm_rows(given, n_rows, n, program, dim, eps, ROWS: constexpr, DIM: constexpr):
     x, weight, out, head_stride, row_stride = given
-    n_rows, n = count
     row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, DIM)
     there = (row < n_rows)[:, None] & (j < dim)[None, :]
