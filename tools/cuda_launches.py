@@ -180,8 +180,8 @@ def _pages() -> None:
 
 
 def _rest() -> Iterator[Call]:
-    for n_scores in (32_768, 131_072):
-        yield Call(f"best of {n_scores}", partial(_best, torch.float32, n_scores))
+    for n_scores in (1024, 4096, 16_384, 32_768, 131_072):
+        yield Call(f"best of {n_scores}", partial(_best, torch.float32, n_scores), False)
     yield Call("pages", _pages)
     for name, dtype in DTYPES.items():
         for n in range(1, 5):

@@ -1,4 +1,7 @@
-"""The n best of many scores on GPUs, by a radix select: four counts of 8-bit digits, without a sort."""
+"""The n best of many scores on GPUs, by a radix select without a sort.
+
+One program selects among few scores, a bit at a time; many programs select among more, by four counts of 8-bit digits.
+"""
 
 import torch
 import triton
@@ -9,21 +12,52 @@ from triton.language import constexpr
 from lce.kernels.runtime.launching import launch
 
 PIECE = 4096  # scores of a program
+_FEW = (1024, 4096, 1 << 14)  # `_select_few` is compiled for each of these maximal numbers of scores
 
 
 def best_tokens(scores: Tensor, n: int) -> Tensor:
     """Return the ascending indices `[n]` of the n ≤ N largest of `scores [N]`; NaN is inf; of equal scores, the last.
 
-    Six launches, whose grids depend on N alone. Bytes moved: the scores six times, and 4 KiB for each 4,096 of them.
+    Grids depend on N alone. Up to 16,384 scores: one launch, which reads them once. More: six launches, which read them
+    six times and write 4 KiB for each 4,096 of them.
     """
     assert 0 < n <= len(scores), (scores.shape, n)
-    scores, n_pieces = scores.contiguous(), triton.cdiv(len(scores), PIECE)
-    counts = torch.empty(4 * 256 + 2, n_pieces, dtype=torch.int32, device=scores.device)
-    chosen, pieces = torch.empty(n, dtype=torch.int64, device=scores.device), triton.next_power_of_2(n_pieces)
+    scores, chosen = scores.contiguous(), torch.empty(n, dtype=torch.int64, device=scores.device)
+    if len(scores) <= _FEW[-1]:
+        block = next(size for size in _FEW if len(scores) <= size)
+        launch(_select_few, (1,), scores, chosen, (len(scores), n), BLOCK=block, num_warps=min(16, max(4, block >> 9)))
+        return chosen
+    n_pieces = triton.cdiv(len(scores), PIECE)
+    counts, pieces = chosen.new_empty(4 * 256 + 2, n_pieces, dtype=torch.int32), triton.next_power_of_2(n_pieces)
     for digit in range(6):
         given, constants = (scores, counts, chosen, (len(scores), n, n_pieces)), {"DIGIT": digit, "PIECES": pieces}
         launch(_select, (n_pieces,), *given, **constants, BLOCK=PIECE, num_warps=8)
     return chosen
+
+
+@triton.jit
+def _sort_keys(scores, i, n):
+    """Return the sort keys of `scores [n]` at `i`, unsigned and in the order of the scores: at least 1; 0 behind n."""
+    score = tl.load(scores + i, mask=i < n, other=0.0).to(tl.float32)
+    score = tl.where(score != score, float("inf"), score)
+    bits = score.to(tl.uint32, bitcast=True)
+    return tl.where(i < n, tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000), 0).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["sizes"])
+def _select_few(scores, chosen, sizes, BLOCK: constexpr):
+    """Find the n-th largest sort key of up to BLOCK: the largest number that at least n sort keys reach."""
+    n_scores, n = sizes
+    i = tl.arange(0, BLOCK)
+    key = _sort_keys(scores, i, n_scores)
+    worst, bit = tl.full((), 0, tl.uint32), tl.full((), 0x80000000, tl.uint32)
+    while bit != 0:
+        worst = tl.where(tl.sum((key >= (worst | bit)).to(tl.int32), 0) >= n, worst | bit, worst)
+        bit = bit >> 1
+    over, equal = key > worst, key == worst
+    skipped = tl.sum((key >= worst).to(tl.int32), 0) - n  # the first of the equal ones
+    taken = over | (equal & (tl.cumsum(equal.to(tl.int32), 0) > skipped))
+    tl.store(chosen + tl.cumsum(taken.to(tl.int32), 0) - 1, i.to(tl.int64), mask=taken)
 
 
 @triton.jit(do_not_specialize=["sizes"])
@@ -43,10 +77,7 @@ def _select(scores, counts, chosen, sizes, DIGIT: constexpr, PIECES: constexpr, 
         mine = (above < left) & (above + total >= left)
         worst = worst * 256 + tl.sum(tl.where(mine, digit, 0), 0).to(tl.uint32)
         left -= tl.sum(tl.where(mine, above, 0), 0)
-    score = tl.load(scores + i, mask=i < n_scores, other=0.0).to(tl.float32)
-    score = tl.where(score != score, float("inf"), score)
-    bits = score.to(tl.uint32, bitcast=True)
-    key = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    key = _sort_keys(scores, i, n_scores)
     if DIGIT < 4:
         mine = (i < n_scores) & ((key >> (24 - 8 * DIGIT) >> 8) == worst)
         own = tl.where(mine, ((key >> (24 - 8 * DIGIT)) & 255).to(tl.int32), 256)

@@ -11,7 +11,9 @@ pytestmark = ON_GPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("n_scores", "n"), [(1, 1), (50, 50), (4097, 1), (9000, 700), (9000, 8999)])
+@pytest.mark.parametrize(
+    ("n_scores", "n"), [(1, 1), (50, 50), (4097, 1), (9000, 8999), (16384, 4096), (16385, 700), (20000, 19999)]
+)
 def test_the_best_ascending_and_of_equal_ones_the_last(n_scores: int, n: int, dtype: torch.dtype) -> None:
     scores = (
         torch.randn(n_scores, generator=torch.Generator().manual_seed(n)).mul(4).round().to(dtype)
@@ -26,5 +28,16 @@ def test_the_best_ascending_and_of_equal_ones_the_last(n_scores: int, n: int, dt
     assert best_tokens(scores.to(DEVICE), n).tolist() == sorted(order[-n:])
 
 
-def test_all_equal() -> None:
-    assert best_tokens(torch.full((5000,), -torch.inf, device=DEVICE), 3).tolist() == [4997, 4998, 4999]
+@pytest.mark.parametrize("n_scores", [5000, 17000])
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan, 0.0])
+def test_all_equal(n_scores: int, value: float) -> None:
+    chosen = best_tokens(torch.full((n_scores,), value, device=DEVICE), 3)
+    assert chosen.tolist() == [n_scores - 3, n_scores - 2, n_scores - 1]
+
+
+@pytest.mark.parametrize("n_scores", [3000, 17000])
+def test_fewer_can_be_taken_than_are_asked_for(n_scores: int) -> None:
+    """The last ones of those with -inf fill the choice."""
+    scores = torch.full((n_scores,), -torch.inf, device=DEVICE)
+    scores[10:20] = torch.arange(10.0)
+    assert best_tokens(scores, 12).tolist() == [*range(10, 20), n_scores - 2, n_scores - 1]
