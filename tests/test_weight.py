@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("lce", "lce_serve", "lce_lab")
 MOST = {  # the number that is held, and why it is no smaller
     "lce": (
-        35_330,
+        35_350,
         "lines; a fifth are kernels; advice takes 405, factors that follow the text 88, kept beginnings 60, "
         "order of sums 470, lanes in one call 245, windows and AMX in attention 55, tiles of eight keys 95, "
         "GPUs 850, less 270 of a method that is gone",

@@ -1,6 +1,7 @@
 """`load` makes an engine from a model and a user's options."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from lce.engine.recorder import KernelLists
 from lce.engine.saving import ContextFiles
 from lce.engine.setup import Planned, Setup
 from lce.engine.sizing import devices_of, facts_of, fitted, sizes_of
-from lce.engine.warming import warmed
 from lce.errors import UsageError, shown
 from lce.files import named
 from lce.kernels.product.blocks import BlockMatrix
@@ -104,7 +104,7 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
         from lce.engine.tape import CudaTape
 
         recorder = Graphs(CudaTape)
-    with warmed(made, attention, checkpoint):
+    with _compiling(made, attention, checkpoint):
         model = _model(made, checkpoint, scheme) if sharing is None else sharing.setup.model
     return Setup(
         **vars(made),
@@ -118,6 +118,15 @@ def _loaded(given: Loading, ranks: Ranks) -> Setup:
         recorder=recorder,
         again=partial(_again, replace(given, sharing=None)),
     )
+
+
+def _compiling(made: Planned, attention: Attention, checkpoint: Checkpoint) -> AbstractContextManager[None]:
+    """Return a context beside which a GPU's kernels are compiled."""
+    if made.layout.on_cpu:
+        return nullcontext()
+    from lce.engine.warming import warmed
+
+    return warmed(made, attention, checkpoint)
 
 
 def _device_of_rank(ranks: Ranks, device: Any) -> tuple[torch.device, ...]:
