@@ -24,6 +24,7 @@ from lce.kernels.choose.scores import (
 )
 from lce.kernels.choose.scores import best_below_top as compiled_best_below_top
 from lce.kernels.product import panels
+from lce.kernels.rows.lane_rows import LaneRows
 from lce.kernels.runtime.shared import LANES, MOST_ROWS
 
 SCORES_AT_ONCE = 1 << 24  # the largest number of scores to compute at a time: 64 MiB in float32
@@ -252,23 +253,26 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     return best_first(scores, n).sort().values
 
 
-def best_runs(q: Tensor, summaries: Tensor, at: Tensor, size: int, n: int, **how: Any) -> tuple[Tensor, Tensor] | None:
+def best_runs(
+    q: Tensor, summaries: Tensor | LaneRows, at: Tensor, size: int, n: int, **how: Any
+) -> tuple[Tensor, Tensor] | None:
     """Choose chunks as runs by a GPU kernel: `lce.kernels.choose.choices_triton.best_runs`. None: no kernel suits."""
-    if not gpu.launching.runs_on(summaries) or summaries.shape[1] > gpu.launching.MOST_CHUNKS:
+    able = isinstance(summaries, LaneRows) or gpu.launching.runs_on(summaries)
+    if not able or summaries.shape[1] > gpu.launching.MOST_CHUNKS:
         return None
     return gpu.choices.best_runs(q, summaries, at, size, n, **how)
 
 
 def runs_of_chunks(chosen: Tensor, size: int, at: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return chosen chunks `[C, K]`, -1 for none, as runs of tokens: first tokens and counts, `[C, K]` each.
+    """Return chosen chunks `[C, T, K]`, -1 for none, as runs of tokens: first tokens and counts, `[C, T, K]` each.
 
-    If the query's index `at [1]` is given, its own chunk up to the query is one more run. `like` is as keys are.
+    If the queries' indices `at [T]` are given, a query's own chunk up to it is one more run. `like` is as keys are.
     """
     if gpu.launching.runs_on(like):
         return gpu.choices.runs_of_chunks(chosen, size, at)
     first, counts = chosen * size, (chosen >= 0) * size
     if at is not None:
         begin = at // size * size
-        first = torch.cat((first, begin.expand(len(chosen), 1)), dim=1)
-        counts = torch.cat((counts, (at + 1 - begin).expand(len(chosen), 1)), dim=1)
+        own = (x[:, None].expand(len(chosen), -1, 1) for x in (begin, at + 1 - begin))
+        first, counts = (torch.cat(pair, dim=2) for pair in zip((first, counts), own, strict=True))
     return first, counts

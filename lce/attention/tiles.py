@@ -41,14 +41,16 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Runs:
-    """The n runs of neighbouring tokens that the query of a decode step attends, as numbers on the device.
+    """The n runs of neighbouring tokens that each of B contexts' queries attends in a decode step, on the device.
 
-    Run r of head c is the tokens `first[c, r] .. first[c, r] + count[c, r] - 1`, for the query rotated by
-    `turns[turn[r]]`. `first count [C, n]` and `turn [n]` are int64, `turns` are rotations `[…, D/2]`. C is 1 (all heads
-    attend the same runs), G or H. A run with count 0 is empty. No count exceeds `most`, which the host knows. Shapes do
-    not depend on the text's length, so a step can be recorded once, as a CUDA graph, and replayed.
+    Run r of head c and query b is the tokens `first[c, b, r] .. first[c, b, r] + count[c, b, r] - 1`, for the query
+    rotated by `turns[b, turn[r]]`. `first count [C, B, n]` and `turn [n]` are int64, `turns` are rotations `[B, …,
+    D/2]`. C is 1 (all heads attend the same runs), G or H. A run with count 0 is empty. No count exceeds `most`, which
+    the host knows. Shapes do not depend on the text's length, so a step can be recorded once, as a CUDA graph, and
+    replayed.
 
-    Example: chunk 3 of 256 tokens, and 17 tokens of chunk 5: `first [[768, 1280]]`, `count [[256, 17]]`, `most 256`.
+    Example: chunk 3 of 256 tokens, and 17 tokens of chunk 5: `first [[[768, 1280]]]`, `count [[[256, 17]]]`, `most`
+    256.
     """
 
     first: Tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from lce.attention import ROW, Tiles, Turn, append, append_rows, widened
 from lce.cache.layout import CacheLayout, segment_of
 from lce.cache.limits import Limits
-from lce.cache.method_state import Held, MethodState
+from lce.cache.method_state import Held, MethodState, RecentRows
 from lce.cache.shared import SPARE, ForFork, RowBuffer, own_memory
 from lce.cache.tier import UNBOUNDED
 from lce.cache.tiers import TierStack
@@ -158,6 +158,17 @@ class LayerCache:
         """The keys and values `[G, capacity, D]` of a buffer that holds all tokens: row i is token i."""
         assert self.stack is None, "some tokens are in the tiers"
         return self.buffer.k, self.buffer.v
+
+    def recent(self, name: str) -> tuple[Tensor, Tensor, int]:
+        """Return the recent keys in the state `name`, the values of the same tokens, and the index of the first one."""
+        recent, values = self.kept(RecentRows, name), self.whole[1]
+        values = values[:, recent.first : recent.first + recent.buffer.shape[1]]
+        return recent.buffer[:, : values.shape[1]], values, recent.first
+
+    def chunks_at(self, first: Tensor, size: int) -> list[Tensor]:
+        """Return copies `[G, 1, size, D]` of keys and values of `size` tokens from `first [1]` on, on the device."""
+        rows = first + torch.arange(size, device=first.device)
+        return [x.index_select(1, rows)[:, None] for x in self.whole]
 
     def kept(self, kind: type[S], name: str) -> S:
         """Return the method's state `name`, which must be an instance of `kind`."""

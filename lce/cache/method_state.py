@@ -406,6 +406,10 @@ class OpenChunk(MethodState):
         """Write the row `[heads, 1, D]` of the open chunk's token at `offset [1]`, a tensor on the device."""
         self.buffer.index_copy_(1, offset, rows.to(self.buffer.dtype))
 
+    def in_chunk(self) -> Tensor:
+        """Return all rows, as of one chunk of one context: `[heads, 1, L, D]`. Later rows may hold anything."""
+        return self.buffer[:, None]
+
     def span(self, start: int, stop: int) -> Tensor:
         """Return the rows of tokens `start..stop-1` of the open chunk, committed or of this pass, a view."""
         chunk_id, first = start // self.size, start % self.size

@@ -1,10 +1,10 @@
 """Decode steps on a GPU as CUDA graphs: the step of one token of a context is recorded once, and replayed later.
 
 A step has hundreds of kernels, and launching them one by one takes longer than running them; a graph is one launch.
-Everything that changes from token to token is on the device: the token, its index, and what the method computes from
-the index (`lce.methods.step.DeviceStep`). A step that completes a chunk is another recording. A step is recorded again
-when the tensors of the cache are replaced by larger ones, and when the text exceeds the length (`bound`) for which the
-step was recorded.
+The step of several contexts is one graph, too (`lce.engine.joint`). Everything that changes from token to token is on
+the device: the token, its index, and what the method computes from the index (`lce.methods.step.DeviceStep`). A step
+that completes a chunk is another recording. A step is recorded again when the tensors of the cache are replaced by
+larger ones, and when the text exceeds the length (`bound`) for which the step was recorded.
 
 Under greedy sampling the step of the likeliest token is launched before the host knows that token. The step writes
 after the committed tokens, so its result can be dropped if the text ends or continues with another token.
@@ -15,25 +15,24 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
+from lce.engine.joint import MOST_LANES, JointSteps
 from lce.engine.lanes import PAUSES, Lane, Recorder, check_logits
-from lce.engine.tape import CudaTape, Work
+from lce.engine.recordings import RecordedStep, Recordings, work_of
+from lce.engine.tape import CudaTape
 from lce.methods.decoding import completes
 from lce.methods.run import Driver
 from lce.methods.step import DeviceStep, OnDevice
 from lce.models.layers import Model
 from lce.models.rope import Rope
 
-TRIES = 3  # recordings of a context's steps that may fail before its steps run kernel by kernel for good
-
-_capturing = Lock()  # held by the thread that records: one thread may record at a time
+MOST_JOINT = 4  # methods of which steps of several lanes are recorded
 
 
 @dataclass(frozen=True)
@@ -50,69 +49,75 @@ class Launched:
     read: Callable[[], list[int]]
 
 
-@dataclass(eq=False)
-class RecordedStep:
-    """A decode step for texts up to `bound` tokens: `work` runs it kernel by kernel, `replay` as a CUDA graph.
-
-    `memory` refers weakly to the step's cache tensors, which a growing cache frees. `warm` says that `work` has run.
-    """
-
-    bound: int
-    memory: Sequence[ReferenceType[Tensor] | None]
-    work: Work
-    warm: bool = False
-    replay: Work | None = None
-
-
 class Graphs(Recorder):
     """The recorded decode steps of contexts, while their caches live. `tape_of` makes a tape for a device."""
 
-    def __init__(self, tape_of: Callable[[torch.device], CudaTape]) -> None:
+    def __init__(self, tape_of: Callable[..., CudaTape]) -> None:
         self._tape_of, self._said = tape_of, {""}
         self._held: WeakKeyDictionary[KVCache, DecodeGraph] = WeakKeyDictionary()
+        self.joint: dict[int, JointSteps] = {}  # by the `id` of their driver
 
     def steps(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
-        left = []
-        for lane in lanes:
-            graph = self._held.get(lane.cache)
-            early = None if graph is None else graph.early()
-            if not lane.decoding or PAUSES:
-                left.append(lane)
+        graphs = {lane: self._held.get(lane.cache) for lane in lanes}
+        early = {lane: None if graph is None else graph.early() for lane, graph in graphs.items()}
+        alone = [lane for lane in lanes if lane.decoding and not PAUSES]
+        done = self._joined(model, [lane for lane in alone if len(lane.token_ids) == 1])
+        for lane in alone:
+            if lane in done:
                 continue
+            graph = graphs[lane]
             if graph is None or graph.driver is not lane.driver:
                 graph = DecodeGraph(model, lane.driver, lane.cache, self._tape_of(lane.cache.layout.device))
-                self._held[lane.cache], early = graph, None
+                self._held[lane.cache], early[lane] = graph, None
             try:
-                if not graph.append(lane, early):
-                    left.append(lane)
+                if graph.append(lane, early[lane]):
+                    done.add(lane)
             except Exception as error:
                 lane.fail(error)
-            if graph.refused not in self._said:
-                self._said.add(self.refused(graph.refused))
-        return left
+                done.add(lane)
+            self._say(graph)
+        return [lane for lane in lanes if lane not in done]
+
+    def _joined(self, model: Model, lanes: Sequence[Lane]) -> set[Lane]:
+        """Append the tokens of lanes that share their driver with others, by steps of several; return these lanes."""
+        done, by_driver = set[Lane](), dict[int, list[Lane]]()
+        for lane in lanes:
+            by_driver.setdefault(id(lane.driver), []).append(lane)
+        for key, group in by_driver.items():
+            joint = self.joint.pop(key, None)
+            if len(group) > 1 and joint is None:
+                joint = JointSteps(model, group[0], self._tape_of(group[0].cache.layout.device, 2 * MOST_LANES))
+            if joint is None:
+                continue
+            self.joint[key] = joint  # the newest is last
+            if len(self.joint) > MOST_JOINT:
+                del self.joint[next(iter(self.joint))]
+            for first in range(0, len(group), MOST_LANES):
+                done |= joint.append(group[first : first + MOST_LANES])
+            self._say(joint)
+        return done
+
+    def _say(self, recordings: Recordings) -> None:
+        if recordings.refused not in self._said:
+            self._said.add(self.refused(recordings.refused))
 
     def why_not(self, cache: KVCache) -> str:
         return self.of(cache).refused
 
     def of(self, cache: KVCache) -> DecodeGraph:
-        """Return the recorded steps of a context that has decoded."""
+        """Return the recorded steps of a context that has decoded alone."""
         return self._held[cache]
 
 
-class DecodeGraph:
-    """The recorded decode steps of one context.
-
-    The graph's own memory holds one step's temporary tensors. `refused` says why no step can be recorded, or is empty.
-    """
+class DecodeGraph(Recordings):
+    """The recorded decode steps of one context. The graph's own memory holds one step's temporary tensors."""
 
     def __init__(self, model: Model, driver: Driver, cache: KVCache, tape: CudaTape) -> None:
-        self.model, self.driver, self.tape, layout = model, driver, tape, cache.layout
-        self.token, self.index = (torch.zeros(1, dtype=torch.int64, device=layout.device) for _ in range(2))
-        self.logits = torch.zeros(model.config.vocab_size, dtype=torch.float32, device=layout.device)
-        self.numbers = torch.zeros(2, dtype=torch.int64, device=layout.device)
-        able = driver.method.promised("recorded") and driver.attention.decodes(layout.dtype, layout.head_dim)
-        self.refused = "" if able else f"the step of {driver.method.label} is not made for it on this device"
-        self.n_recorded = self.n_replayed = self.n_failed = 0
+        super().__init__(driver, cache.layout, tape)
+        self.model, device = model, cache.layout.device
+        self.token, self.index = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self.logits = torch.zeros(1, model.config.vocab_size, dtype=torch.float32, device=device)
+        self.numbers = torch.zeros(1, 2, dtype=torch.int64, device=device)
         self._steps: dict[bool, RecordedStep] = {}  # by whether they complete a chunk
         self._early: tuple[Launched, int] | None = None  # the step launched early, if any, and its token
 
@@ -134,7 +139,7 @@ class DecodeGraph:
         if (bound := self._bound_of(cache, start)) is None:
             return False
         if not self._steps and any(x is not None and x.device != self.index.device for x in cache.memory):
-            self._refuse("its layers are on several devices")
+            self.refuse("its layers are on several devices")
             return False
         try:
             cache.begin()
@@ -156,7 +161,7 @@ class DecodeGraph:
             if isinstance(error, AttributeError) and not isinstance(error.obj, DeviceStep):
                 raise
             # A hook of the method needs a number that only the device has.
-            self._refuse(f"the method asks for {getattr(error, 'name', error)}, which only the device knows")
+            self.refuse(f"the method asks for {getattr(error, 'name', error)}, which only the device knows")
             return False
         except BaseException:
             cache.settle()
@@ -178,48 +183,21 @@ class DecodeGraph:
             self._steps[is_last] = found
             return found
         del found  # frees the memory of the graph
-        # `work` must not refer to this object, which refers to `work`: no cycle may keep the cache of a closed context.
-        model, driver = self.model, self.driver
-        token, index, kept, numbers = self.token, self.index, self.logits, self.numbers
-
-        def work() -> None:
-            """Run the step: compute `logits` and `numbers` from `token` and `index`, all on the device."""
-            attend = driver.recorded(layers, rope, index, bound, is_last)
-            attend = model.attending(attend, rope.positions(index))
-            hidden = model(model.embedded(token), attend, generated=True)
-            logits = model.logits(hidden, drawn=True)[0]
-            kept.copy_(logits)
-            numbers.copy_(torch.stack((logits.argmax(), logits.isfinite().all().to(torch.int64))))
-
-        self._steps[is_last] = step = RecordedStep(bound, memory, work)
+        memory_of_step = self.token, self.index, self.logits, self.numbers
+        work = work_of(self.model, self.driver, rope, layers, bound, is_last, *memory_of_step)
+        self._steps[is_last] = step = RecordedStep(work, bound, memory)
         return step
 
     def _launch(self, step: RecordedStep, cache: KVCache, start: int, token_id: int | None) -> Launched:
-        """Launch the step of the token at `start`. If `token_id` is None, the token is the previous step's likeliest.
-
-        The first launch of a step runs kernel by kernel. The second one records the step and replays it.
-        """
+        """Launch the step of the token at `start`; if `token_id` is None, of the previous step's likeliest token."""
         if token_id is None:
-            self.token.copy_(self.numbers[:1])
+            self.token.copy_(self.numbers[0, :1])
         else:
             self.token.fill_(token_id)
         self.index.fill_(start)
-        if step.replay is None and step.warm and not _capturing.locked():  # if locked, a later launch tries again
-            try:
-                with _capturing:
-                    step.replay = self.tape.record(step.work)
-                self.n_recorded += 1
-            except Exception as error:
-                self.n_failed += 1
-                if self.n_failed == TRIES:
-                    self._refuse(f"{type(error).__name__}: {error}")
-        if step.replay is None:
-            self.tape.warm_up(step.work)
-            step.warm = True
-        else:
-            step.replay()
-            self.n_replayed += 1
-        return Launched(start, cache.layers, self.logits.clone(), self.tape.reader(self.numbers))
+        self.run(step)
+        return Launched(start, cache.layers, self.logits[0].clone(), self.tape.reader(self.numbers.view(-1)))
 
-    def _refuse(self, why: str) -> None:
-        self.refused, self._steps = why, {}
+    def refuse(self, why: str) -> None:
+        super().refuse(why)
+        self._steps = {}

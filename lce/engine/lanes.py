@@ -167,10 +167,10 @@ def forward(
     After an interruption each cache has all tokens of its lane or none.
     """
     with torch.inference_mode():
-        for group in groups(lanes):
-            left = group if recorder is None else recorder.steps(model, group)
+        left = lanes if recorder is None else recorder.steps(model, lanes)
+        for group in groups(left):
             try:
-                begun = [lane for lane in left if lane.begin()]
+                begun = [lane for lane in group if lane.begin()]
                 if begun:
                     device = model.layers[0].device
                     ids = torch.tensor([i for lane in begun for i in lane.token_ids], device=device)

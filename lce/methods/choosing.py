@@ -52,7 +52,7 @@ def choose(method: Any, q: Tensor, cache: LayerCache, step: Step) -> Tensor | No
     """Choose the chunks that each query of each head attends, `[H, T, K]`; None: the text is one chunk at most.
 
     `method` is a `ChunkMethod`. If one layer chooses for all, the first call of a pass chooses. For a `DeviceStep` the
-    result is `[C, 1, K]` for C groups of heads: C is 1, G or H.
+    result is `[C, B, K]` for C groups of heads: C is 1, G or H.
     """
     c: Selection = method.selection
     made: dict[str, Tensor | None] = step.all_devices if c.one_layer else {}
@@ -194,16 +194,19 @@ def decode(
         if bands is not None:  # each band has slots of its own
             band = band_of(bands, chosen)
             chosen = torch.cat([chosen.masked_fill(band != number, -1) for number in range(n_bands)], dim=-1)
-        runs = runs_of_chunks(chosen.squeeze(1), c.size, None if own is None else step.at, q)
+        runs = runs_of_chunks(chosen, c.size, None if own is None else step.at, q)
     first, count = runs
-    n_slots = first.shape[1] - (own is not None)
+    n_slots, n = first.shape[2] - (own is not None), len(step.at)
 
     def make() -> tuple[Turn, Tensor]:
         """Return rotations of the query, and the index of each run's rotation; the own chunk's rotation is last."""
-        slots = turn.at(0, slice(n_bands or n_slots)) if turn.cos.ndim == 3 else turn
-        number = torch.arange(first.shape[1], device=turn.cos.device)
-        number = number // max(1, n_slots // max(1, len(slots.cos)))
-        return slots if own is None else Turn(*(torch.cat(pair) for pair in zip(slots, own, strict=True))), number
+        slots = [x[:, : n_bands or n_slots] if x.ndim == 3 else x[:, None] for x in turn]
+        number = torch.arange(first.shape[2], device=turn.cos.device)
+        number = number // max(1, n_slots // max(1, slots[0].shape[1]))
+        every = [[x.expand(n, -1, -1)] for x in slots]
+        if own is not None:
+            every = [[*x, y[:, None].expand(n, -1, -1)] for x, y in zip(every, own, strict=True)]
+        return Turn(*(torch.cat(x, dim=1) for x in every)), number
 
     turns, number = step.once(f"turns of {n_slots}", make)
     return step.attention.decode(q, *cache.whole, Runs(first, count, number, turns, c.size))
@@ -219,7 +222,7 @@ def plain_runs(c: Selection, q: Tensor, cache: LayerCache, step: DeviceStep, own
     if others:
         return None
     options: dict[str, Any] = {"choosers": c.n_choosers(len(q), step.n_kv_heads), "least": plain == "worst", "own": own}
-    return best_runs(scored[:, 0], summary, step.at, c.size, c.n_choices, n_first=c.n_first, n_last=c.n_last, **options)
+    return best_runs(scored, summary, step.at, c.size, c.n_choices, n_first=c.n_first, n_last=c.n_last, **options)
 
 
 def cost(c: Selection, block: QueryBlock) -> Cost:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lce.attention import Attended, Runs, Turn, merge
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.cache.method_state import RecentRows, Summaries
+from lce.cache.method_state import Summaries
 from lce.methods.attending import declared, turn_of
 from lce.methods.parts import CHOSEN, RECENT, Declaring
 from lce.methods.step import DeviceStep
@@ -29,7 +29,8 @@ EVALUATED_AT_ONCE = 1 << 16  # the number of queries in one call of `Method.part
 class Span:
     """Tokens `first..stop-1`, which the query, rotated by `turn [1, D/2]`, attends.
 
-    `first` and `stop` are `[1]` int64 on the device. The host knows only that the span has at most `most` tokens.
+    `first` and `stop` are `[B]` int64 on the device, for the tokens of B contexts; the turn of all of them may be
+    `[1, D/2]`. The host knows only that the span has at most `most` tokens.
     """
 
     first: Tensor
@@ -53,7 +54,7 @@ def completes(cache: KVCache, start: int) -> bool:
 
 
 def decode_parts(method: Declaring, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-    """Return the output `[H, 1, D]` of one softmax over the keys of all parts, for an unrotated query `q [H, 1, D]`."""
+    """Return the output `[H, B, D]` of one softmax over the keys of all parts, for unrotated queries `q [H, B, D]`."""
     kind = method.layer_kind(cache.index)
     cached, recent, chosen = step.once(f"parts {kind}", lambda: device_parts(method, q, cache, step))
     found = []
@@ -71,7 +72,7 @@ def device_parts(
 ) -> tuple[Sequence[Span], Sequence[Span], Turn | None]:
     """Return the token's parts: spans of cached keys, spans of recent keys, and the query's rotation for chosen keys.
 
-    Parts that are empty for all tokens up to the bound are left out. The rotation is `[1, K, D/2]` or broadcastable;
+    Parts that are empty for all tokens up to the bound are left out. The rotation is `[B, K, D/2]` or broadcastable;
     None: the method chooses no keys.
     """
     cached, recent, chosen = list[Span](), list[Span](), None
@@ -113,21 +114,20 @@ def runs_of(spans: Sequence[Span]) -> Runs:
     size = min(RUN, longest)
     n_runs = [-(-span.most // size) for span in spans]
     offsets, numbers = torch.arange(0, longest, size, device=device), torch.arange(len(spans), device=device)
-    first = torch.cat([span.first + offsets[:n] for span, n in zip(spans, n_runs, strict=True)])
-    stop = torch.cat([span.stop.expand(n) for span, n in zip(spans, n_runs, strict=True)])
+    first = torch.cat([span.first[:, None] + offsets[:n] for span, n in zip(spans, n_runs, strict=True)], dim=1)
+    stop = torch.cat([span.stop[:, None].expand(-1, n) for span, n in zip(spans, n_runs, strict=True)], dim=1)
     turn = torch.cat([number.expand(n) for number, n in zip(numbers.split(1), n_runs, strict=True)])
-    turns = Turn(torch.cat([span.turn.cos for span in spans]), torch.cat([span.turn.sin for span in spans]))
+    found = [[x.expand(len(first), -1) for x in span.turn] for span in spans]
+    turns = Turn(*(torch.stack(each, dim=1) for each in zip(*found, strict=True)))
     return Runs(first[None], (stop - first).clamp(min=0, max=size)[None], turn, turns, size)
 
 
 def decode_recent(q: Tensor, spans: Sequence[Span], cache: LayerCache, step: DeviceStep) -> Attended:
-    """Return the attention of an unrotated query `[H, 1, D]` to spans of recent keys, at their absolute positions."""
-    recent, values = cache.kept(RecentRows, RECENT), cache.whole[1]
-    keys, before = recent.buffer, recent.first
-    n = min(keys.shape[1], values.shape[1] - before)
+    """Return the attention of unrotated queries `[H, B, D]` to spans of recent keys, at their absolute positions."""
+    keys, values, before = cache.recent(RECENT)
 
     def make() -> Runs:
         return runs_of([replace(span, first=span.first - before, stop=span.stop - before) for span in spans])
 
     runs = step.once(f"runs from {before} {id(spans)}", make)
-    return step.attention.decode(q, keys[:, :n], values[:, before : before + n], runs)
+    return step.attention.decode(q, keys, values, runs)

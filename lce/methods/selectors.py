@@ -73,11 +73,11 @@ class SummarySelector(Selector):
         """Summarise the chunks that this block completes, and store the queries of the chunk that stays incomplete."""
         size, at = selection.size, step.at
         if at is not None:
-            if cast(DeviceStep, step).completes:
-                self._summarise_on_device(method, q, size, cache, step)
-            elif self.uses_queries:
+            if self.uses_queries:
                 offset = step.once("offset in chunk", lambda: at % size)
                 cache.kept(OpenChunk, OPEN_QUERIES).write_on_device(q, offset)
+            if cast(DeviceStep, step).completes:
+                self._summarise_on_device(method, q, at, size, cache, step)
             return
         first, stop = step.start // size, step.stop // size
         if stop > first:
@@ -97,16 +97,18 @@ class SummarySelector(Selector):
         if self.uses_queries and open_from < step.stop:
             cache.kept(OpenChunk, OPEN_QUERIES).write(q[:, open_from - step.start :], open_from)
 
-    def _summarise_on_device(self, method: Method, q: Tensor, size: int, cache: LayerCache, step: Step) -> None:
-        """Keep the summary of the chunk that a recorded step completes; only the device knows which chunk that is."""
-        at = step.positions(q.device)
-        rows = step.once("chunk", lambda: at // size * size + torch.arange(size, device=q.device))
-        k, v = (x.index_select(1, rows)[:, None] for x in cache.whole)  # [G, 1, L, D]
-        queries = q.new_empty(len(q), 1, 0, q.shape[-1])
+    def _summarise_on_device(
+        self, method: Method, q: Tensor, at: Tensor, size: int, cache: LayerCache, step: Step
+    ) -> None:
+        """Keep the summaries of chunks that a recorded step completes; only the device knows of which contexts."""
+        first = step.once("chunk", lambda: at // size * size)
+        k, v = cache.chunks_at(first, size)  # [G, B, L, D]
+        queries = q.new_empty(len(q), len(at), 0, q.shape[-1])
         if self.uses_queries:
-            pending = cache.kept(OpenChunk, OPEN_QUERIES).buffer[:, : size - 1]
-            queries = self._turned(method, torch.cat((pending, q), dim=1)[:, None], rows[None], step)
-        cache.kept(Summaries, SUMMARIES).write_on_device(self.summarise(queries, k, v, step), at // size)
+            rows = step.once("rows of chunk", lambda: first[:, None] + torch.arange(size, device=q.device))
+            queries = self._turned(method, cache.kept(OpenChunk, OPEN_QUERIES).in_chunk(), rows, step)
+        complete = step.once("complete", lambda: torch.where((at + 1) % size == 0, at // size, -1))
+        cache.kept(Summaries, SUMMARIES).write_on_device(self.summarise(queries, k, v, step), complete)
 
     def _complete(self, method: Method, q: Tensor, size: int, cache: LayerCache, step: Step) -> Tensor:
         first, stop = step.start // size, step.stop // size
@@ -153,7 +155,7 @@ class SummarySelector(Selector):
         return scores
 
     def on_device(self, selection: Selection, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:
-        """Choose complete chunks within the bound, in a recorded step; return the choice `[C, 1, K]`."""
+        """Choose complete chunks within the bound, in a recorded step; return the choice `[C, B, K]`."""
         summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // selection.size)
         scored, hooked = selection.placement.scored(q, step, selection), cast(Step, step)
         scores = self.of_bands(scored, summary, selection, hooked, cache.index)

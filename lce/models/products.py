@@ -5,6 +5,8 @@ package depends on kernels or devices.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,7 +175,7 @@ def _product_of_unpacked(
     """
     n_rows, size = weight.shape
     block = min(n_rows, max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK))
-    needed, kept = block * size * x.element_size(), vars(_thread).setdefault("memory", {})
+    needed, kept = block * size * x.element_size(), thread_scratch()
     memory = kept.get(x.device)
     if memory is None or len(memory) < needed:
         memory = torch.empty(needed if x.is_cpu else max(needed, SCRATCH), dtype=torch.uint8, device=x.device)
@@ -190,6 +192,22 @@ def _product_of_unpacked(
         part = None if bias is None else bias[first : first + len(rows)]
         whole[:, first : first + len(rows)] = _product_of_many(x, rows, part, out_dtype)
     return whole
+
+
+def thread_scratch() -> dict[torch.device, Tensor]:
+    """Return this thread's scratch memory, which recorded graphs need as long as they live."""
+    kept: dict[torch.device, Tensor] = vars(_thread).setdefault("memory", {})
+    return kept
+
+
+@contextmanager
+def scratch_in(memory: dict[torch.device, Tensor]) -> Iterator[None]:
+    """Let this thread's products inside `with` use other scratch memory, so that graphs can run in other threads."""
+    own, _thread.memory = thread_scratch(), memory
+    try:
+        yield
+    finally:
+        _thread.memory = own
 
 
 @timed("norms")

@@ -73,12 +73,12 @@ def test_decode_reads_runs_by_its_kernel(attention: Attention) -> None:
     from lce.kernels.routed.decoding_triton import attend_runs
 
     q, k, v = vectors(4, 2, 1, 30)
-    first, count, turn = torch.tensor([[3, 20, 900]]), torch.tensor([[9, 5, 0]]), torch.tensor([2, 0, 1])
-    turns = Turn(*(x.squeeze(0) for x in turns_of(1, 3)))
+    first, count, turn = torch.tensor([[[3, 20, 900]]]), torch.tensor([[[9, 5, 0]]]), torch.tensor([2, 0, 1])
+    turns = turns_of(1, 3)
     out, lse = attention.decode(q, k, v, Runs(first, count, turn, turns, 10))
-    expected = attend_runs(q[:, 0], k, v, first, count, turn, *turns, 10)
-    assert torch.equal(out[:, 0], expected[0])
-    assert torch.equal(lse[:, 0], expected[1])
+    expected = attend_runs(q, k, v, first, count, turn, *turns, 10)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float64, 16), (torch.float32, 320)])

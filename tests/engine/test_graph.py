@@ -50,10 +50,10 @@ class PlainRuns(Compiled):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Attended:
         offset, rep = torch.arange(runs.most, device=q.device), len(q) // len(k)
-        rows = (runs.first[..., None] + offset).clamp(min=0, max=k.shape[1] - 1)  # [C, n, most]
-        rows, seen = (x.repeat_interleave(len(q) // len(x), 0) for x in (rows, offset < runs.count[..., None]))
+        rows = (runs.first[:, 0, :, None] + offset).clamp(min=0, max=k.shape[1] - 1)  # [C, n, most]
+        rows, seen = (x.repeat_interleave(len(q) // len(x), 0) for x in (rows, offset < runs.count[:, 0, :, None]))
         heads = (torch.arange(len(q), device=q.device) // rep)[:, None, None]
-        turned = rotate(q, Turn(*(x.index_select(0, runs.turn) for x in runs.turns))).float()  # [H, n, D]
+        turned = rotate(q, Turn(*(x[0].index_select(0, runs.turn) for x in runs.turns))).float()  # [H, n, D]
         scores = (k[heads, rows].float() @ turned[..., None]).squeeze(-1) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~seen, -torch.inf).flatten(1)
         lse = scores.logsumexp(-1, keepdim=True)
@@ -65,8 +65,8 @@ class PlainRuns(Compiled):
 class Again:
     """A tape that does the work again."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.broken = False
+    def __init__(self, device: torch.device, n_numbers: int = 2) -> None:
+        self.n_numbers = n_numbers
 
     def warm_up(self, work: Work) -> None:
         work()

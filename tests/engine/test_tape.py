@@ -11,7 +11,8 @@ import torch
 
 import lce
 from lce.attention import Attention
-from lce.engine.graph import TRIES, DecodeGraph
+from lce.engine.graph import DecodeGraph
+from lce.engine.recordings import TRIES
 from lce.engine.tape import OUTSTANDING, CudaTape
 from lce.kernels.runtime import launching
 from tests.engine.test_graph import METHODS, PROMPT, PlainRuns, graph_of, same_state

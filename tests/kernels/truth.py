@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lce.kernels.product.quantised import QuantisedMatrix, parts_of
+from lce.kernels.rows.lane_rows import LaneRows
 from lce.kernels.runtime.shared import INT4, INT8, Layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU, Triton's interpreter runs the kernels
@@ -24,6 +25,15 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Te
 
 def on_device(*tensors: Tensor) -> list[Tensor]:
     return [x.to(DEVICE) for x in tensors]
+
+
+def lane_rows(kept: list[Tensor], n_written: int = 0) -> LaneRows:
+    """Rows of contexts with `kept [heads, n, …]` each, all on the device; a context's n is its own."""
+    step = [x.stride(0) * x.itemsize for x in kept]
+    table = [[x.data_ptr() + head * size for head in range(len(x))] for x, size in zip(kept, step, strict=True)]
+    n_rows, count = max(x.shape[1] for x in kept), torch.tensor([n_written], device=DEVICE)
+    shape = (len(kept[0]), n_rows, *kept[0].shape[2:])
+    return LaneRows(torch.tensor(table, device=DEVICE), count, shape, kept[0].dtype)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ def test_plain_choices_become_runs_as_any_choices_do(name: str, gpus: Gpus, monk
             for own in (False, True):
                 plain = plain_runs(method.selection, query, layer, step, own)
                 chosen = method.choose(query, layer, step)
-                first, count = runs_of_chunks(chosen.squeeze(1), method.selection.size, at if own else None, query)
+                first, count = runs_of_chunks(chosen, method.selection.size, at if own else None, query)
                 assert (plain[0] * (plain[1] > 0)).tolist() == (first * (count > 0)).tolist(), index
                 assert plain[1].tolist() == count.tolist(), index
                 assert (count > 0).any()

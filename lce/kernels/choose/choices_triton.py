@@ -1,14 +1,18 @@
 """Scores and choices of chunks on GPUs; the host never waits for the device."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from lce.kernels.rows.lane_rows import ALIGNED, LaneRows
 from lce.kernels.rows.rows_triton import heads as vectors_of
 from lce.kernels.runtime.launching import MOST_CHUNKS, launch
 
+_ALIGN = tl.constexpr(ALIGNED)
 _TILE = 1 << 13  # numbers of chunk summaries that a program of `_score` reads at a time
 _WARP = 512  # chunks per warp of a program of `_choose`
 _LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # `_choose` is compiled for each of these maximal numbers of chunks
@@ -17,7 +21,7 @@ _LARGEST = (64, 512, 4096, 8192, MOST_CHUNKS)  # `_choose` is compiled for each 
 def best_chunks(scores: Tensor, forced: Tensor, n: int, start: int | Tensor, size: int) -> Tensor:
     """Choose the n best of M chunks for each query, as `lce.kernels.choose.choices.best_chunks` does.
 
-    M is at most `MOST_CHUNKS`. The first query's index `start` is a number or a tensor of one int64 on the device.
+    M is at most `MOST_CHUNKS`. `start` is the first query's index, or has each query's, `[T]` int64 on the device.
     Scores and `forced` of a query's own chunk and of later chunks are not read. One launch, with at most 32 passes over
     sort keys in registers.
     """
@@ -43,7 +47,7 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
 
 def best_runs(
     q: Tensor,
-    summaries: Tensor,
+    summaries: Tensor | LaneRows,
     position: Tensor,
     size: int,
     n: int,
@@ -54,15 +58,15 @@ def best_runs(
     least: bool = False,
     own: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the n best of M chunks for a decode step's query `q [H, D]`, as runs of tokens.
+    """Choose the n best of M chunks for the queries `q [H, B, D]` of a decode step, as runs of tokens.
 
-    Returns the first token and the number of tokens of each run, `[C, runs]` (int64) each, for C choosers. `summaries
-    [S, M, D]` has a vector for each chunk; head h is scored by its dot products with row `h · S // H`. If `summaries`
-    is `[S, M, 2, D]`, the minimum and maximum of each channel, the score is `Σ_d max(q_d · min_d, q_d · max_d)`. A
-    chooser is `H / C` neighbouring heads, whose scores are summed; C = `choosers` is H (the default), the number of KV
-    heads, or 1. `least` chooses the chunks with the smallest scores.
+    Returns the first token and the number of tokens of each run, `[C, B, runs]` (int64) each, for C choosers.
+    `summaries [S, M, D]`, or those of B contexts, have a vector for each chunk; head h is scored by its dot products
+    with row `h · S // H`. If `summaries` is `[S, M, 2, D]`, the minimum and maximum of each channel, the score is `Σ_d
+    max(q_d · min_d, q_d · max_d)`. A chooser is `H / C` neighbouring heads, whose scores are summed; C = `choosers` is
+    H (the default), the number of KV heads, or 1. `least` chooses the chunks with the smallest scores.
 
-    `position [1]` (int64, on the device) is the query's index, and `position // size` its own chunk. Only chunks before
+    `position [B]` (int64, on the device) is a query's index, and `position // size` its own chunk. Only chunks before
     the own chunk are chosen; later rows of `summaries` are not read, so M may be a buffer's capacity. The first
     `n_first` and the last `n_last` of these chunks are always chosen, together at most n. There are `min(n, M)` runs in
     the order of the text; empty runs (0 and 0) come last. With `own`, one more run is the own chunk up to the query.
@@ -71,50 +75,61 @@ def best_runs(
     """
     heads = len(q)
     choosers = heads if choosers is None else choosers
-    fits = heads % choosers == 0 and heads % len(summaries) == 0 and summaries.shape[-1] == q.shape[-1]
+    fits = heads % choosers == 0 and heads % summaries.shape[0] == 0 and summaries.shape[-1] == q.shape[-1]
     assert fits, (q.shape, summaries.shape, choosers)
-    fits = position.dtype == torch.int64 and position.numel() == 1 and min(n, summaries.shape[1]) > 0
+    fits = position.dtype == torch.int64 and position.numel() == q.shape[1] and min(n, summaries.shape[1]) > 0
     assert fits, (position.dtype, position.shape, n, summaries.shape)
-    scores = _scored(q[:, None], summaries, choosers, position, size, least)
-    first = torch.empty(choosers, min(n, summaries.shape[1]) + own, dtype=torch.int64, device=q.device)
+    assert q.shape[1] == 1 or isinstance(summaries, LaneRows), q.shape
+    scores = _scored(q, summaries, choosers, position, size, least)
+    first = torch.empty(*scores.shape[:2], min(n, summaries.shape[1]) + own, dtype=torch.int64, device=q.device)
     count = first.new_empty(first.shape)
     _choose_into((first, count), scores, None, n, position, size, n_first, n_last, own)
     return first, count
 
 
 def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Convert chunk ids `chosen [C, K]` (int64, -1 for none) to runs of tokens: first tokens and counts `[C, K]`.
+    """Convert chunk ids `chosen [C, B, K]` (int64, -1 for none) to runs of tokens: first tokens and counts, alike.
 
-    A chunk has `size` tokens. With the query's index `position [1]` (int64), one more run is the query's own chunk up
-    to the query: `[C, K + 1]`.
+    A chunk has `size` tokens. With the queries' indices `position [B]` (int64), one more run is a query's own chunk up
+    to the query: `[C, B, K + 1]`.
     """
     fits = chosen.dtype == torch.int64 and (position is None or position.dtype == torch.int64)
     assert fits, (chosen.dtype, position)
-    chosen, n = chosen.contiguous(), chosen.shape[1]
-    first = chosen.new_empty(len(chosen), n + (position is not None))
+    chosen, (n_choosers, n_queries, n) = chosen.contiguous(), chosen.shape
+    first = chosen.new_empty(n_choosers, n_queries, n + (position is not None))
     count = first.new_empty(first.shape)
-    own, block = () if position is None else (position,), triton.next_power_of_2(first.shape[1])
-    launch(_runs, (len(chosen),), chosen, own, first, count, n, size, BLOCK=block, num_warps=1)
+    own, block = () if position is None else (position,), triton.next_power_of_2(first.shape[2])
+    grid, sizes = (n_choosers * n_queries,), (n, size, n_queries)
+    launch(_runs, grid, chosen, own, first, count, sizes, BLOCK=block, num_warps=1)
     return first, count
 
 
 def _scored(
-    q: Tensor, keys: Tensor, choosers: int, position: Tensor | None = None, size: int = 1, least: bool = False
+    q: Tensor,
+    keys: Tensor | LaneRows,
+    choosers: int,
+    position: Tensor | None = None,
+    size: int = 1,
+    least: bool = False,
 ) -> Tensor:
     """Return scores `[C, T, M]` of M keys for T queries, each the sum over one of C groups of heads.
 
-    With `position`, only chunks before the query's own chunk are scored.
+    With `position [T]`, only chunks before a query's own chunk are scored. The keys of `LaneRows` are a query's own.
     """
-    (heads, n, dim), n_keys, together = q.shape, keys.shape[1], len(q) // choosers
+    (heads, n, dim), n_keys, together, bounds = q.shape, keys.shape[1], len(q) // choosers, len(keys.shape) == 4
     q = q if q.stride(2) == 1 else q.contiguous()
-    dense = keys.stride(-1) == 1 and (keys.ndim == 3 or (keys.shape[2] == 2 and keys.stride(2) == dim))
-    keys = keys if dense else keys.contiguous()
+    if isinstance(keys, LaneRows):
+        assert keys.dtype is q.dtype, (keys.dtype, q.dtype)
+        vectors: tuple[Any, ...] = keys.table, keys.shape[0]
+    else:
+        dense = keys.stride(-1) == 1 and (not bounds or (keys.shape[2] == 2 and keys.stride(2) == dim))
+        vectors = vectors_of(keys if dense else keys.contiguous())
     out = torch.empty(choosers, n, n_keys, dtype=torch.float32, device=q.device)
     width = triton.next_power_of_2(dim)
     block = max(16, min(64, _TILE // width) // min(4, triton.next_power_of_2(together)))
     grid, at = (triton.cdiv(n_keys, block), choosers * n), () if position is None else (position,)
-    constants = {"HEADS": (together, heads // len(keys)), "SCORE": (keys.ndim == 4, least)}
-    given = vectors_of(q), vectors_of(keys), out, at, (n, dim, size), n_keys
+    constants = {"HEADS": (together, heads // keys.shape[0]), "SCORE": (bounds, least)}
+    given = vectors_of(q), vectors, out, at, (n, dim, size), n_keys
     launch(_score, grid, *given, **constants, BLOCK=block, DIM=width)
     return out
 
@@ -130,6 +145,7 @@ def _choose_into(
     choosers, n_queries, n_chunks = scores.shape
     fits = n_chunks <= MOST_CHUNKS and scores.is_contiguous() and (forced is None or forced.is_contiguous())
     assert fits, (scores.shape, scores.stride())
+    assert not isinstance(start, Tensor) or start.numel() == n_queries, (start, scores.shape)
     block = next(size for size in _LARGEST if n_chunks <= size)
     slots, n = min(block, triton.next_power_of_2(n)), min(n, n_chunks)
     n_rows, rows = choosers * n_queries, max(1, _WARP // block)
@@ -149,10 +165,10 @@ def _score(q, keys, out, position, sizes, n_keys, HEADS: constexpr, SCORE: const
     """
     n, dim, size = sizes
     seen = n_keys
-    if len(position):
-        seen = tl.minimum(tl.load(position[0]) // size, n_keys).to(tl.int32)
     first = tl.program_id(0) * BLOCK
     chooser, query = tl.program_id(1) // n, tl.program_id(1) % n
+    if len(position):
+        seen = tl.minimum(tl.load(position[0] + query) // size, n_keys).to(tl.int32)
     i = first + tl.arange(0, BLOCK)
     j = tl.arange(0, DIM)
     if first < seen:
@@ -161,7 +177,12 @@ def _score(q, keys, out, position, sizes, n_keys, HEADS: constexpr, SCORE: const
         for h in range(HEADS[0]):
             head = (chooser * HEADS[0] + h).to(tl.int64)
             vector = tl.load(q.at + head * q.head + query * q.row + j, mask=j < dim, other=0.0).to(tl.float32)
-            at = keys.at + head // HEADS[1] * keys.head + i.to(tl.int64)[:, None] * keys.row + j[None, :]
+            if len(keys) == 2:
+                at = tl.load(keys[0] + query * keys[1] + head // HEADS[1]).to(q.at.dtype)
+                row = (1 + SCORE[0]) * dim
+                at = tl.multiple_of(at, _ALIGN) + i.to(tl.int64)[:, None] * row + j[None, :]
+            else:
+                at = keys[0] + head // HEADS[1] * keys[1] + i.to(tl.int64)[:, None] * keys[2] + j[None, :]
             some = tl.load(at, mask=there, other=0.0).to(tl.float32) * vector[None, :]
             if SCORE[0]:
                 more = tl.load(at + dim, mask=there, other=0.0).to(tl.float32) * vector[None, :]
@@ -183,7 +204,7 @@ def _choose(scores, forced, into, start, sizes, ROWS: constexpr, BLOCK: constexp
     first_index, n_rows, n_queries, n_chunks, size, n = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     query = row % n_queries
-    index = (tl.load(start[0]) if len(start) else first_index) + query
+    index = tl.load(start[0] + query, mask=row < n_rows, other=0) if len(start) else first_index + query
     own = index // size
     i = tl.arange(0, BLOCK)[None, :]
     seen = (i < tl.minimum(own, n_chunks)[:, None]) & (row < n_rows)[:, None]
@@ -238,17 +259,18 @@ def _choose(scores, forced, into, start, sizes, ROWS: constexpr, BLOCK: constexp
         tl.store(into[0] + to + slots, tl.full((ROWS, SLOTS), -1, tl.int64), mask=empty)
 
 
-@triton.jit(do_not_specialize=["n", "size"])
-def _runs(chosen, position, first, count, n, size, BLOCK: constexpr):
-    i = tl.arange(0, BLOCK)
-    chunk = tl.load(chosen + tl.program_id(0) * n + i, mask=i < n, other=-1)
+@triton.jit(do_not_specialize=["sizes"])
+def _runs(chosen, position, first, count, sizes, BLOCK: constexpr):
+    n, size, n_queries = sizes
+    i, row = tl.arange(0, BLOCK), tl.program_id(0)
+    chunk = tl.load(chosen + row * n + i, mask=i < n, other=-1)
     start, number = chunk * size, tl.where(chunk < 0, 0, size).to(tl.int64)
     width = n
     if len(position):
-        at = tl.load(position[0])
+        at = tl.load(position[0] + row % n_queries)
         own = at // size * size
         start, number = tl.where(i == n, own, start), tl.where(i == n, at + 1 - own, number)
         width = n + 1
-    to = tl.program_id(0) * width + i
+    to = row * width + i
     tl.store(first + to, start, mask=i < width)
     tl.store(count + to, number, mask=i < width)

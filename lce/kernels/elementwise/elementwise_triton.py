@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from lce.kernels.rows.lane_rows import LaneRows
 from lce.kernels.rows.rows_triton import heads as vectors_of
 from lce.kernels.runtime.launching import launch
 
@@ -84,27 +85,54 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
 
 
 def append(
-    k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, cos: Tensor | None, sin: Tensor | None
+    k: Tensor,
+    v: Tensor,
+    into_k: Tensor | LaneRows,
+    into_v: Tensor | LaneRows,
+    at: int | Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
 ) -> None:
     """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; if given, `cos sin [T, D/2]` rotate k.
 
-    `at` is a number or a tensor of one int64 on the device. The value of such a tensor is not checked against n.
+    `at` is a number or a tensor of one int64 on the device. The value of such a tensor is not checked against n. Token
+    t goes to row `at[t]` of context t of `LaneRows`, `at [T]`, unless `at[t]` is negative.
     """
     heads, n, dim = k.shape
-    fits = v.shape == k.shape and into_v.shape == into_k.shape and into_k.shape[::2] == (heads, dim)
-    assert fits, (k.shape, v.shape, into_k.shape, into_v.shape)
-    assert isinstance(at, Tensor) or 0 <= at <= into_k.shape[1] - n, (k.shape, into_k.shape, at)
-    assert not isinstance(at, Tensor) or (at.numel() == 1 and at.dtype == torch.int64), at
-    dense = all(into.stride(2) == 1 for into in (into_k, into_v)) and into_k.stride() == into_v.stride()
-    assert dense, (into_k.stride(), into_v.stride())
+    assert v.shape == k.shape, (k.shape, v.shape)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     turn = () if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     assert all(x.shape == (n, dim // 2) for x in turn), [x.shape for x in turn]
+    if isinstance(into_k, LaneRows) and isinstance(into_v, LaneRows) and isinstance(at, Tensor):
+        for x in (into_k, into_v):
+            fits = x.table.shape == (n, heads) and len(at) == n and x.dtype is k.dtype
+            assert fits, (k.shape, at.shape, x)
+        into: tuple[Any, ...] = into_k.table, into_v.table
+        place: tuple[Tensor, ...] = at, into_k.count
+    else:
+        assert isinstance(into_k, Tensor)
+        assert isinstance(into_v, Tensor)
+        assert into_k.shape == into_v.shape
+        assert into_k.shape[::2] == (heads, dim), (k.shape, into_k.shape)
+        assert isinstance(at, Tensor) or 0 <= at <= into_k.shape[1] - n, (k.shape, into_k.shape, at)
+        assert not isinstance(at, Tensor) or (at.numel() == 1 and at.dtype == torch.int64), at
+        dense = all(into.stride(2) == 1 for into in (into_k, into_v)) and into_k.stride() == into_v.stride()
+        assert dense, (into_k.stride(), into_v.stride())
+        into, place = (into_k, into_v, *into_k.stride()[:2]), (at,) if isinstance(at, Tensor) else ()
     rows, width = _rows_of(dim // 2)
-    place, counts = ((at,), 0) if isinstance(at, Tensor) else ((), at), (heads * n, n)
-    into = into_k, into_v, *into_k.stride()[:2]
+    counts, start = (heads * n, n), 0 if isinstance(at, Tensor) else at
     grid, vectors = (triton.cdiv(heads * n, rows),), (vectors_of(k), vectors_of(v))
-    launch(_append, grid, *vectors, turn, into, *place, counts, dim // 2, ROWS=rows, HALF=width)
+    launch(_append, grid, *vectors, turn, into, place, start, counts, dim // 2, ROWS=rows, HALF=width)
+
+
+def take_lanes(rows: LaneRows, first: Tensor | None, n: int) -> Tensor:
+    """Return what `LaneRows.take` returns. One launch. Bytes moved: the rows once."""
+    (heads, _, *row), n_lanes = rows.shape, len(rows.table)
+    taken = torch.empty(heads, n_lanes, n, *row, dtype=rows.dtype, device=rows.table.device)
+    size = taken[0, 0].numel()
+    grid, at = (heads * n_lanes, triton.cdiv(size, _NUMBERS)), () if first is None else (first,)
+    launch(_take_lanes, grid, taken, rows.table, at, (heads, n_lanes), size, size // n, BLOCK=_NUMBERS)
+    return taken
 
 
 def take_rows(one: Tensor, two: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,16 +235,26 @@ def _turns(positions, frequencies, cos, sin, n, HALF: constexpr, SCALE: constexp
 def _append(k, v, turn, into, place, first, counts, half, ROWS: constexpr, HALF: constexpr):
     """Copy ROWS rows of k and v to `into`: two tensors, followed by their common strides of heads and of rows.
 
-    The first row of `into` to write is `first`, or the integer in the tensor `place[0]` if there is one.
+    The first row of `into` to write is `first`, or the integer in the tensor `place[0]` if there is one. Or `into` are
+    two tables of addresses, and `place` the tokens' rows and how many tokens are written.
     """
-    into_k, into_v, into_head, into_row = into
     n_rows, n = counts
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.arange(0, HALF)[None, :]
-    there = (row < n_rows)[:, None] & (j < half)
+    held = row < n_rows
     head, i = row // n, row % n
-    first_row = tl.load(place[0]) if len(place) else first
-    to = (head * into_head + (first_row + i) * into_row)[:, None] + j
+    if len(into) == 2:
+        to_row = tl.load(place[0] + i, mask=held, other=-1)
+        held = held & (to_row >= 0) & (i < tl.load(place[1]))
+        at = i * (n_rows // n) + head
+        to = to_row[:, None] * 2 * half + j
+        to_k = tl.load(into[0] + at, mask=held, other=0).to(k.at.dtype)[:, None] + to
+        to_v = tl.load(into[1] + at, mask=held, other=0).to(v.at.dtype)[:, None] + to
+    else:
+        first_row = tl.load(place[0]) if len(place) else first
+        to = (head * into[2] + (first_row + i) * into[3])[:, None] + j
+        to_k, to_v = into[0] + to, into[1] + to
+    there = held[:, None] & (j < half)
     k_at = k.at + (head * k.head + i * k.row)[:, None] + j
     v_at = v.at + (head * v.head + i * v.row)[:, None] + j
     if len(turn):
@@ -225,10 +263,22 @@ def _append(k, v, turn, into, place, first, counts, half, ROWS: constexpr, HALF:
     else:
         left = tl.load(k_at, mask=there, other=0.0)
         right = tl.load(k_at + half, mask=there, other=0.0)
-    tl.store(into_k + to, left.to(into_k.dtype.element_ty), mask=there)
-    tl.store(into_k + to + half, right.to(into_k.dtype.element_ty), mask=there)
-    tl.store(into_v + to, tl.load(v_at, mask=there, other=0.0), mask=there)
-    tl.store(into_v + to + half, tl.load(v_at + half, mask=there, other=0.0), mask=there)
+    tl.store(to_k, left.to(to_k.dtype.element_ty), mask=there)
+    tl.store(to_k + half, right.to(to_k.dtype.element_ty), mask=there)
+    tl.store(to_v, tl.load(v_at, mask=there, other=0.0), mask=there)
+    tl.store(to_v + half, tl.load(v_at + half, mask=there, other=0.0), mask=there)
+
+
+@triton.jit(do_not_specialize=["counts"])
+def _take_lanes(taken, table, first, counts, size, width, BLOCK: constexpr):
+    heads, n_lanes = counts
+    head, lane = tl.program_id(0) // n_lanes, tl.program_id(0) % n_lanes
+    at = tl.load(table + lane * heads + head).to(taken.dtype)
+    if len(first):
+        at += tl.load(first[0] + lane) * width
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    into = taken + tl.program_id(0).to(tl.int64) * size
+    tl.store(into + j, tl.load(at + j, mask=j < size), mask=j < size)
 
 
 @triton.jit(do_not_specialize=["counts"])

@@ -1,8 +1,9 @@
 """Attention of a decode step: one query per head attends runs of tokens, whose bounds are read on the device.
 
-Runs are cut into pieces. A program computes the attention of one query head to a piece, or of all query heads of a KV
-head if they see the same runs, so that the keys are read once. A second kernel merges the pieces. The grid depends on
-shapes alone, so a step can be recorded as a CUDA graph and replayed.
+There may be a query of each of several contexts, whose keys lie at addresses that are read on the device. Runs are cut
+into pieces. A program computes the attention of one query head to a piece, or of all query heads of a KV head if they
+see the same runs, so that the keys are read once. A second kernel merges the pieces. The grid depends on shapes alone,
+so a step can be recorded as a CUDA graph and replayed.
 """
 
 from typing import Any
@@ -14,46 +15,65 @@ from torch import Tensor
 from triton.language import constexpr
 
 from lce.kernels.merge import merging_triton as merging
+from lce.kernels.rows.lane_rows import ALIGNED, LaneRows
 from lce.kernels.rows.rows_triton import LN2, Blocks, attend_keys, finish, heads, load_turned, nothing_seen, score_scale
 from lce.kernels.runtime.launching import launch
 
 LONGEST, SHORTEST = 512, 64  # the largest and the smallest number of tokens of a piece
+ALIGN = tl.constexpr(ALIGNED)
 ENOUGH = 528  # programs that keep a GPU with 132 processors busy
 
 
 def attend_runs(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, count: Tensor, turn: Tensor, cos: Tensor, sin: Tensor, most: int
+    q: Tensor,
+    k: Tensor | LaneRows,
+    v: Tensor | LaneRows,
+    first: Tensor,
+    count: Tensor,
+    turn: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    most: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of unrotated queries `q [H, D]` to runs of tokens of `k v [G, N, D]`.
+    """Compute attention of unrotated queries `q [H, B, D]` to runs of tokens of `k v [G, N, D]`, or of B contexts' own.
 
-    Returns the output `[H, D]` and the log-sum-exps `[H]` (float32). For each of C choosers, run s has the tokens
-    `first[c, s] .. first[c, s] + count[c, s] - 1`, at most `most` tokens: `first count [C, runs]`, int64. C is 1, G
-    (each KV head has its own runs) or H (each query head has its own). For run s, the queries are rotated by row
-    `turn[s]` of `cos sin [n, D/2]`; `turn [runs]` is int64. Memory outside of the runs is not read. Time: O(H · tokens
-    · D). Bytes moved: each key once per program that attends it, and H · D float32 numbers per piece.
+    Returns the output `[H, B, D]` and the log-sum-exps `[H, B]` (float32). For each of C choosers, run s of query b has
+    the tokens `first[c, b, s] .. first[c, b, s] + count[c, b, s] - 1`, at most `most` tokens: `first count [C, B,
+    runs]`, int64. C is 1, G (each KV head has its own runs) or H (each query head has its own). For run s, query b is
+    rotated by row `turn[s]` of `cos sin [B, n, D/2]`; `turn [runs]` is int64. Memory outside of the runs is not read.
+    Time: O(H · tokens · D). Bytes moved: each key once per program that attends it, and H · D float32 numbers per piece
+    and query.
     """
-    (n_heads, dim), n_kv_heads, (n_choosers, n_runs) = q.shape, len(k), first.shape
+    (n_heads, n_queries, dim), (n_choosers, _, n_runs) = q.shape, first.shape
+    n_kv_heads, together = k.shape[0], isinstance(k, LaneRows)
     assert k.shape == v.shape == (n_kv_heads, k.shape[1], dim), (k.shape, v.shape)
     assert n_heads % n_kv_heads == 0, (n_heads, n_kv_heads)
     assert n_choosers in (1, n_kv_heads, n_heads), n_choosers
-    assert count.shape == first.shape, (count.shape, first.shape)
+    assert count.shape == first.shape == (n_choosers, n_queries, n_runs), (count.shape, first.shape)
     assert turn.shape == (n_runs,), turn.shape
     assert first.dtype == count.dtype == turn.dtype == torch.int64
-    assert cos.shape == sin.shape == (len(cos), dim // 2), (cos.shape, sin.shape)
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2), (cos.shape, sin.shape)
+    assert q.stride(-1) == 1
+    assert together or n_queries == 1, n_queries
     first, count, turn, cos, sin = (x.contiguous() for x in (first, count, turn, cos, sin))
     rep = n_heads // n_kv_heads
     rows = rep if n_choosers < n_heads else 1  # query heads of a program
-    piece = _piece(most, n_heads // rows * n_runs)
+    piece = _piece(most, n_heads // rows * n_queries * n_runs)
     n_pieces = max(1, -(-most // piece))
-    parts = torch.empty(n_runs * n_pieces, n_heads, dim, dtype=torch.float32, device=q.device)
-    lses = torch.empty(n_runs * n_pieces, n_heads, dtype=torch.float32, device=q.device)
+    parts = torch.empty(n_runs * n_pieces, n_heads, n_queries, dim, dtype=torch.float32, device=q.device)
+    lses = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
     kernel, options = _kernel_of(q.dtype, dim, rows, rep)
-    grid, vectors = (n_runs * n_pieces, n_heads // rows), ((q, q.stride(0)), heads(k), heads(v))
-    runs, sizes = (first, count, turn, cos, sin), (n_runs, n_pieces, piece, n_heads)
+    grid, vectors = (n_runs * n_pieces, n_heads // rows * n_queries), (heads(q), _keys(k), _keys(v))
+    runs, sizes = (first, count, turn, cos, sin), (n_runs, n_pieces, piece, n_heads, n_queries, cos.shape[1])
     share = n_heads // n_choosers  # query heads that see the same runs
     launch(kernel, grid, *vectors, runs, parts, lses, sizes, score_scale(dim), SHARE=share, **options)
     return merging.merge_pieces(parts, lses, q.dtype)
+
+
+def _keys(x: Tensor | LaneRows) -> tuple[Any, ...]:
+    """Return keys or values as a kernel's argument: `Heads`, or the table of addresses and the number of heads."""
+    assert isinstance(x, LaneRows) or x.stride(-1) == 1
+    return (x.table, x.shape[0]) if isinstance(x, LaneRows) else heads(x)
 
 
 def _kernel_of(dtype: torch.dtype, dim: int, rows: int, rep: int) -> tuple[Any, dict[str, Any]]:
@@ -77,13 +97,23 @@ def _piece(most: int, n_runs: int) -> int:
 
 
 @triton.jit
-def _run_of(runs, sizes, chooser):
+def _run_of(runs, sizes, chooser, query):
     """Return a program's run number, its piece's bounds within the run, and the index of the piece's first token."""
-    n_runs, n_pieces, piece, _ = sizes
+    n_runs, n_pieces, piece, _, n_queries, _ = sizes
     run, begin = tl.program_id(0) // n_pieces, tl.program_id(0) % n_pieces * piece
-    here = chooser * n_runs + run
+    here = (chooser * n_queries + query) * n_runs + run
     stop = tl.minimum(tl.load(runs[1] + here), begin + piece).to(tl.int32)
     return run, begin, stop, tl.load(runs[0] + here) + begin
+
+
+@triton.jit
+def _rows_at(x, q, query, head, token, B: constexpr):
+    """Return a pointer to a token's key or value, and the stride of tokens: see `_keys`."""
+    if len(x) == 2:
+        at = tl.multiple_of(tl.load(x[0] + query * x[1] + head).to(q.at.dtype), ALIGN)
+        return at + token * B.dim, B.dim
+    else:
+        return x[0] + head.to(tl.int64) * x[1] + token * x[2], x[2]
 
 
 @triton.jit(do_not_specialize=["sizes"])
@@ -93,40 +123,41 @@ def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: co
     A state of the softmax is a largest score, a sum of weights and a sum of weighted values. There are `B.keys` states:
     key i of each block of `B.keys` keys changes state i. All states are merged at the end.
     """
-    part, head = tl.program_id(0), tl.program_id(1)
-    run, begin, stop, token = _run_of(runs, sizes, head // SHARE)
+    part, head, query = tl.program_id(0), tl.program_id(1) // sizes[4], tl.program_id(1) % sizes[4]
+    run, begin, stop, token = _run_of(runs, sizes, head // SHARE, query)
     half, n, column = B.dim // 2, tl.arange(0, B.keys), tl.arange(0, B.wide)
     pair, angle = tl.where(column < half, column + half, column - half), tl.where(column < half, column, column - half)
     held = column < B.dim
-    turn_at = tl.load(runs[2] + run) * half + angle
-    own = tl.load(q[0] + head.to(tl.int64) * q[1] + column, mask=held, other=0.0).to(tl.float32)
-    other = tl.load(q[0] + head.to(tl.int64) * q[1] + pair, mask=held, other=0.0).to(tl.float32)
+    turn_at = (query * sizes[5] + tl.load(runs[2] + run)) * half + angle
+    q_at = q.at + head.to(tl.int64) * q.head + query.to(tl.int64) * q.row
+    own = tl.load(q_at + column, mask=held, other=0.0).to(tl.float32)
+    other = tl.load(q_at + pair, mask=held, other=0.0).to(tl.float32)
     c = tl.load(runs[3] + turn_at, mask=held, other=0.0).to(tl.float32)
     s = tl.load(runs[4] + turn_at, mask=held, other=0.0).to(tl.float32)
-    query = (own * c + tl.where(column < half, -other, other) * s) * scale
-    kv_head = (head // REP).to(tl.int64)
-    k_at, v_at = k.at + kv_head * k.head + token * k.row, v.at + kv_head * v.head + token * v.row
+    turned = (own * c + tl.where(column < half, -other, other) * s) * scale
+    k_at, k_row = _rows_at(k, q, query, head // REP, token, B)
+    v_at, v_row = _rows_at(v, q, query, head // REP, token, B)
     top, total, sums = nothing_seen(B.keys, B.wide)
     for start in range(begin, stop, B.keys):
         inside = start + n < stop
         mask = inside[:, None] & held[None, :]
-        keys = tl.load(k_at + n[:, None] * k.row + column[None, :], mask=mask, other=0.0)
-        values = tl.load(v_at + n[:, None] * v.row + column[None, :], mask=mask, other=0.0)
-        scores = tl.where(inside, tl.sum(keys.to(tl.float32) * query[None, :], 1), float("-inf"))
+        keys = tl.load(k_at + n[:, None] * k_row + column[None, :], mask=mask, other=0.0)
+        values = tl.load(v_at + n[:, None] * v_row + column[None, :], mask=mask, other=0.0)
+        scores = tl.where(inside, tl.sum(keys.to(tl.float32) * turned[None, :], 1), float("-inf"))
         higher = tl.maximum(top, scores)
         weights, shrink = tl.exp2(scores - higher), tl.exp2(top - higher)
         total = total * shrink + weights
         sums = sums * shrink[:, None] + weights[:, None] * values.to(tl.float32)
         top = higher
-        k_at += B.keys * k.row
-        v_at += B.keys * v.row
+        k_at += B.keys * k_row
+        v_at += B.keys * v_row
     highest = tl.max(top, 0)
     shrink = tl.exp2(top - highest)
     whole = tl.sum(total * shrink, 0)
     seen = whole != 0.0
     whole = tl.where(seen, whole, 1.0)
     out = tl.sum(sums * shrink[:, None], 0) / whole
-    at = part.to(tl.int64) * sizes[3] + head
+    at = (part.to(tl.int64) * sizes[3] + head) * sizes[4] + query
     tl.store(parts + at * B.dim + column, out, mask=held)
     tl.store(lses + at, tl.where(seen, (highest + tl.log2(whole)) * LN2, float("-inf")))
 
@@ -134,17 +165,18 @@ def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: co
 @triton.jit(do_not_specialize=["sizes"])
 def _rows_together(q, k, v, runs, parts, lses, sizes, scale, SHARE: constexpr, ROWS: constexpr, B: constexpr):
     """Compute attention of a KV head's ROWS query heads to a piece; the heads are the rows of a matrix product."""
-    part, group = tl.program_id(0), tl.program_id(1)
-    run, begin, stop, token = _run_of(runs, sizes, group * ROWS // SHARE)
+    part, group, query = tl.program_id(0), tl.program_id(1) // sizes[4], tl.program_id(1) % sizes[4]
+    run, begin, stop, token = _run_of(runs, sizes, group * ROWS // SHARE, query)
     row, column = tl.arange(0, B.rows), tl.arange(0, B.wide)
     head, held = group * ROWS + row, row < ROWS
-    turn_at = tl.load(runs[2] + run) * (B.dim // 2) + row * 0
-    halves = load_turned(q[0], head.to(tl.int64) * q[1], held, (runs[3], runs[4]), turn_at, B)
-    k_at, v_at = k.at + group.to(tl.int64) * k.head + token * k.row, v.at + group.to(tl.int64) * v.head + token * v.row
+    turn_at = (query * sizes[5] + tl.load(runs[2] + run)) * (B.dim // 2) + row * 0
+    q_at = head.to(tl.int64) * q.head + query.to(tl.int64) * q.row
+    halves = load_turned(q.at, q_at, held, (runs[3], runs[4]), turn_at, B)
+    keys, values = _rows_at(k, q, query, group, token, B), _rows_at(v, q, query, group, token, B)
     state, span = nothing_seen(B.rows, B.wide), (row * 0, row * 0 + stop)
-    state = attend_keys(halves, (k_at, k.row), (v_at, v.row), (begin, stop), span, state, scale, B, True)
+    state = attend_keys(halves, keys, values, (begin, stop), span, state, scale, B, True)
     out, lse = finish(state)
-    at = part.to(tl.int64) * sizes[3] + head
+    at = (part.to(tl.int64) * sizes[3] + head) * sizes[4] + query
     seen = (held & (state[1] != 0.0))[:, None] & (column < B.dim)[None, :]
     tl.store(parts + at[:, None] * B.dim + column[None, :], out, mask=seen)
     tl.store(lses + at, lse, mask=held)

@@ -8,7 +8,7 @@ from lce.kernels.choose import choices as cpu
 
 pytest.importorskip("triton")
 from lce.kernels.choose import choices_triton as choices
-from tests.kernels.truth import DEVICE, ON_GPU, on_device
+from tests.kernels.truth import DEVICE, ON_GPU, lane_rows, on_device
 
 pytestmark = ON_GPU
 ODD = [torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 1.0, -1.0, 1e-40]
@@ -16,7 +16,7 @@ ODD = [torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 1.0, -1.0, 
 
 def same(scores: Tensor, forced: Tensor, n: int, start: int, size: int) -> None:
     expected = cpu.best_chunks(scores, forced, n, start, size)
-    first = torch.tensor([start], device=DEVICE) if start % 2 else start
+    first = torch.arange(start, start + scores.shape[1], device=DEVICE) if start % 2 else start
     chosen = choices.best_chunks(scores.to(DEVICE), forced.to(DEVICE), n, first, size)
     assert torch.equal(chosen.cpu(), expected)
 
@@ -74,20 +74,25 @@ def test_a_query_chooses_at_any_position_with_the_same_tensors(
     choosers: int, bounds: bool, least: bool, dtype: torch.dtype
 ) -> None:
     """Rows behind the complete chunks are NaN: memory that nobody has written."""
-    q, size, n = torch.randn(4, 24).to(dtype), 3, 5
-    rows = torch.randn(2, 70, 2, 24).sort(dim=2).values if bounds else torch.randn(4, 70, 24)
-    at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    for position in (0, 5, 16, 211):
-        kept = rows.to(dtype).clone()
-        kept[:, position // size :] = torch.nan
-        at.fill_(position)
-        for own in (False, True):
-            last = 1 + own  # one chunk, or two
-            how = {"choosers": choosers, "n_first": 1, "n_last": last, "least": least, "own": own}
-            first, count = (x.cpu() for x in choices.best_runs(*on_device(q, kept), at, size, n, **how))
-            assert first.shape == count.shape == (choosers, n + own)
-            expected = decoded(q, kept, position, size, n, choosers, least, last)
-            chosen = expected.shape[1]
+    size, n, places = 3, 5, (0, 5, 16, 211)
+    q, shape = torch.randn(4, len(places), 24).to(dtype), (2, 70, 2, 24) if bounds else (4, 70, 24)
+    rows = [torch.randn(shape).sort(dim=2).values if bounds else torch.randn(shape) for _ in places]
+    kept = [x.to(dtype) for x in rows]
+    for x, position in zip(kept, places, strict=True):
+        x[:, position // size :] = torch.nan
+    at, held = torch.zeros(1, dtype=torch.int64, device=DEVICE), on_device(*kept)
+    for own in (False, True):
+        last = 1 + own  # one chunk, or two
+        how = {"choosers": choosers, "n_first": 1, "n_last": last, "least": least, "own": own}
+        everywhere = torch.tensor(places, device=DEVICE)
+        together = choices.best_runs(*on_device(q), lane_rows(held), everywhere, size, n, **how)
+        for i, position in enumerate(places):
+            at.fill_(position)
+            first, count = choices.best_runs(*on_device(q[:, i : i + 1]), held[i], at, size, n, **how)
+            assert first.shape == count.shape == (choosers, 1, n + own)
+            assert torch.equal(torch.stack((first, count))[:, :, 0], torch.stack(together)[:, :, i])
+            expected = decoded(q[:, i], kept[i], position, size, n, choosers, least, last)
+            (first, count), chosen = (first[:, 0].cpu(), count[:, 0].cpu()), expected.shape[1]
             assert torch.equal(first[:, :chosen], expected.clamp(min=0) * size)
             assert torch.equal(count[:, :chosen], (expected >= 0) * size)
             assert not count[:, chosen:n].any()
@@ -96,11 +101,11 @@ def test_a_query_chooses_at_any_position_with_the_same_tensors(
                 assert torch.equal(count[:, n], torch.full((choosers,), position % size + 1))
 
 
-@pytest.mark.parametrize("at", [None, 0, 7, 8, 29])
-def test_runs_of_chosen_chunks(at: int | None) -> None:
-    chosen = torch.tensor([[[0, 2, 5]], [[1, -1, -1]]], device=DEVICE)[:, 0]
-    position = None if at is None else torch.tensor([at], device=DEVICE)
+@pytest.mark.parametrize("at", [None, [0, 7], [8, 29]])
+def test_runs_of_chosen_chunks(at: list[int] | None) -> None:
+    chosen = torch.tensor([[[0, 2, 5], [1, -1, -1]]], device=DEVICE)
+    position = None if at is None else torch.tensor(at, device=DEVICE)
     first, count = choices.runs_of_chunks(chosen, 8, position)
-    own = [] if at is None else [(at // 8 * 8, at % 8 + 1)]
-    expected = [[(0, 8), (16, 8), (40, 8), *own], [(8, 8), (-8, 0), (-8, 0), *own]]
-    assert torch.stack((first, count), -1).tolist() == [[list(run) for run in runs] for runs in expected]
+    own = [[] if at is None else [(i // 8 * 8, i % 8 + 1)] for i in at or (0, 0)]
+    expected = [[(0, 8), (16, 8), (40, 8), *own[0]], [(8, 8), (-8, 0), (-8, 0), *own[1]]]
+    assert torch.stack((first, count), -1).tolist() == [[[list(run) for run in runs] for runs in expected]]
