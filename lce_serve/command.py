@@ -19,7 +19,7 @@ from lce.terminal.options import flag
 @flag("--open-metrics", "/metrics needs no key, for routers and Prometheus.", is_flag=True)
 @flag("--cors ORIGIN", "Web pages of this origin may ask; repeatable.", multiple=True)
 @flag("--name NAME", "The model's name for clients.  [default: the last part of --model]")
-@flag("--lanes N", "Requests that run at once.", type=options.COUNT, default=8)
+@flag("--lanes N", "Requests that run at once.  [default: 8, on a GPU 64]", type=options.COUNT)
 @flag("--queue N", "Requests that wait; more are refused with 429.", type=options.INDEX, default=256)
 @flag("--replicas N", "Engines in processes of their own; needs lce[ray].", type=options.COUNT, default=1)
 @flag("--cache-dir DIR", "Keep contexts of ended requests here, for later runs too.")

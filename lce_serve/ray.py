@@ -140,7 +140,7 @@ class Handle:
 
 def deployment(load: Load, settings: Settings, n_replicas: int, target: float = math.inf, **options: Any) -> Any:
     """Return the deployment of the replicas. `options` are those of `ray.serve.deployment`."""
-    lanes, queue = load.batch.get("max_lanes", 8), load.batch.get("max_waiting", 256)
+    lanes, queue = load.batch.get("max_lanes") or 8, load.batch.get("max_waiting", 256)
     made = serve.deployment(
         Replica,
         name="Replica",
@@ -172,7 +172,7 @@ class Arguments(pydantic.BaseModel, extra="forbid"):
     cors: tuple[str, ...] = ()
     hosts: tuple[str, ...] = Settings.hosts
     open_metrics: bool = False
-    lanes: int = 8
+    lanes: int | None = None
     queue: int = 256
     cache_dir: str | None = None
     cache_budget: str = CACHE_BUDGET

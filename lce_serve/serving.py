@@ -38,7 +38,7 @@ def serve(
     port: int,
     api_key: str | None,
     cors: tuple[str, ...],
-    lanes: int,
+    lanes: int | None,
     queue: int,
     cache_dir: str | None,
     cache_budget: str,

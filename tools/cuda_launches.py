@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from lce.kernels.product.blocks import BLOCK_TYPES, BlockMatrix
+from lce.kernels.rows.lane_rows import LaneRows
 
 HEAD_SIZES = (16, 64, 80, 96, 128, 256)  # the first is the tests' and the smallest of a block
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -28,13 +29,21 @@ class Call:
     spills: bool = True
 
 
-def _decode(dtype: torch.dtype, dim: int, n_heads: int, n_kv_heads: int, n_choosers: int, most: int = 256) -> None:
+def _lanes(n: int, *shape: int, dtype: torch.dtype) -> LaneRows:
+    count = torch.zeros(1, dtype=torch.int64)
+    return LaneRows(torch.zeros(n, shape[0], dtype=torch.int64), count, shape, dtype)
+
+
+def _decode(
+    dtype: torch.dtype, dim: int, n_heads: int, n_kv_heads: int, n_choosers: int, most: int = 256, n_lanes: int = 0
+) -> None:
     from lce.kernels.routed.decoding_triton import attend_runs
 
-    k = torch.empty(n_kv_heads, 4096, dim, dtype=dtype)
-    first, turn = torch.zeros(n_choosers, 16, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
-    cos = torch.empty(16, dim // 2, dtype=dtype)
-    attend_runs(torch.empty(n_heads, dim, dtype=dtype), k, k, first, first, turn, cos, cos, most)
+    n, shape = n_lanes or 1, (n_kv_heads, 4096, dim)
+    k = _lanes(n, *shape, dtype=dtype) if n_lanes else torch.empty(shape, dtype=dtype)
+    first, turn = torch.zeros(n_choosers, n, 16, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
+    cos = torch.empty(n, 16, dim // 2, dtype=dtype)
+    attend_runs(torch.empty(n_heads, n, dim, dtype=dtype), k, k, first, first, turn, cos, cos, most)
 
 
 def _dense(
@@ -75,6 +84,8 @@ def _attention() -> Iterator[Call]:
         at, spills = f"{name} {dim}", dtype is torch.float32
         yield Call(f"decode one row {at}", partial(_decode, dtype, dim, 8, 8, 8), spills)
         yield Call(f"decode 4 rows {at}", partial(_decode, dtype, dim, 32, 8, 8), spills)
+        yield Call(f"decode one row of lanes {at}", partial(_decode, dtype, dim, 8, 8, 8, n_lanes=8), spills)
+        yield Call(f"decode 4 rows of lanes {at}", partial(_decode, dtype, dim, 32, 8, 8, n_lanes=8), spills)
         yield Call(f"dense one query {at}", partial(_dense, dtype, dim, 1, 1, 8192), spills)
         yield Call(f"dense block {at}", partial(_dense, dtype, dim, 1, 1024, 8192))
         yield Call(f"dense block window {at}", partial(_dense, dtype, dim, 4, 1024, 8192, 4096))
@@ -136,9 +147,12 @@ def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
     elementwise.silu_mul(torch.empty(n, 28_672, dtype=dtype))
     elementwise.rotate(q, cos, cos)
     buffer = torch.empty(2, 4096, dim, dtype=dtype)
-    for place in (0, at):
-        elementwise.append(k, k, buffer, buffer, place, cos, cos)
-        elementwise.append(k, k, buffer, buffer, place, None, None)
+    rows, own = _lanes(n, 2, 4096, dim, dtype=dtype), torch.zeros(n).long()
+    for into, place in ((buffer, 0), (buffer, at), (rows, own)):
+        elementwise.append(k, k, into, into, place, cos, cos)
+        elementwise.append(k, k, into, into, place, None, None)
+    for first in (None, own):
+        rows.take(first, 32)
     elementwise.take_rows(buffer, buffer, torch.zeros(64, dtype=torch.int64))
 
 
@@ -151,12 +165,13 @@ def _turns(dtype: torch.dtype, n: int, scale: float) -> None:
 def _choice(dtype: torch.dtype, dim: int, n_chunks: int, choosers: int, bounds: bool = False) -> None:
     from lce.kernels.choose import choices_triton as choices
 
-    q, at = torch.empty(32, dim, dtype=dtype), torch.zeros(1).long()
-    summaries = torch.empty(8, n_chunks, 2, dim, dtype=dtype) if bounds else torch.empty(32, n_chunks, dim, dtype=dtype)
-    choices.best_runs(q, summaries, at, 256, 15, choosers=choosers, n_first=1, n_last=1, own=True)
-    choices.best_runs(q, summaries, at, 256, 15, choosers=choosers, least=True)
-    for position in (at, None):
-        choices.runs_of_chunks(torch.zeros(choosers, 15, dtype=torch.int64), 256, position)
+    shape = (8, n_chunks, 2, dim) if bounds else (32, n_chunks, dim)
+    for n, kept in ((1, torch.empty(shape, dtype=dtype)), (8, _lanes(8, *shape, dtype=dtype))):
+        q, at = torch.empty(32, n, dim, dtype=dtype), torch.zeros(n).long()
+        choices.best_runs(q, kept, at, 256, 15, choosers=choosers, n_first=1, n_last=1, own=True)
+        choices.best_runs(q, kept, at, 256, 15, choosers=choosers, least=True)
+        for position in (at, None):
+            choices.runs_of_chunks(torch.zeros(choosers, n, 15, dtype=torch.int64), 256, position)
 
 
 def _choices_of_a_block(dtype: torch.dtype, n_chunks: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 from lce.engine.arguments import Prompt, Prompts
 from lce.engine.context import Context, Unique, own_context
+from lce.engine.lanes import MOST_LANES
 from lce.engine.options import CACHE_BUDGET
 from lce.engine.planning import ALLOWANCE
 from lce.engine.prefixes import PrefixCache
@@ -35,7 +36,6 @@ from lce.sizes import count, in_bytes
 from lce.system import free_host_memory
 from lce.tokenizer.chat import ChatText
 
-MOST_LANES = 64  # a pass takes them in groups of `SHARED_ROWS`
 MOST_METHODS = 32  # engines with other methods that a batch keeps
 
 
@@ -58,7 +58,7 @@ class Batch(Unique):
     def __init__(
         self,
         setup: Setup,
-        max_lanes: int | str = SHARED_ROWS,
+        max_lanes: int | str | None = None,
         max_waiting: int | str = 256,
         cache_dir: str | Path | None = None,
         cache_budget: int | str = CACHE_BUDGET,
@@ -69,7 +69,8 @@ class Batch(Unique):
     ) -> None:
         """Begin a batch: see `Engine.batch`. Without `reuse`, no context is kept for later requests."""
         self.setup = setup
-        self.max_lanes = count(max_lanes, "max_lanes", most=MOST_LANES)
+        usual = usual_lanes(setup)
+        self.max_lanes = usual if max_lanes is None else count(max_lanes, "max_lanes", most=MOST_LANES)
         self.max_waiting = count(max_waiting, "max_waiting", least=0)
         folder, budget = None, in_bytes(cache_budget, "cache_budget")
         if cache_dir is not None:
@@ -208,10 +209,15 @@ class Batch(Unique):
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
 
+def usual_lanes(setup: Setup) -> int:
+    """Return how many requests run at once where nobody says it: on a CPU, as many as share products."""
+    return MOST_LANES if setup.device.type == "cuda" else SHARED_ROWS
+
+
 def answers(setup: Setup, prompts: Prompts, options: Mapping[str, Any]) -> list[Generation]:
     """Return the answers to several prompts, for `Engine.generate`."""
     context = checked_options(setup, options).context
     read = [each if isinstance(each, ChatText) else prompt_ids(setup, each, context) for each in prompts]
     setup.check_undivided("a list of prompts", "give them one by one")
-    with Batch(setup, min(len(read), SHARED_ROWS), len(read), reuse=False) as batch:
+    with Batch(setup, min(len(read), usual_lanes(setup)), len(read), reuse=False) as batch:
         return [stream.finish() for stream in [batch.stream(each, **options) for each in read]]

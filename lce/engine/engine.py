@@ -17,7 +17,6 @@ from lce.engine.prefilling import FilePrefill, prefill, prefill_file
 from lce.engine.running import checked_options, stream
 from lce.engine.setup import Setup
 from lce.engine.stream import AsyncStream, CancelFlag, Generation, Stats, Stream
-from lce.models.products import SHARED_ROWS
 from lce.progress import Progress
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Engine(Unique):
 
     def batch(
         self,
-        max_lanes: int | str = SHARED_ROWS,
+        max_lanes: int | str | None = None,
         max_waiting: int | str = 256,
         *,
         cache_dir: str | Path | None = None,
@@ -98,11 +97,12 @@ class Engine(Unique):
     ) -> Batch:
         """Begin a batch, which runs many requests at once.
 
-        Up to `max_lanes` requests run, and `max_waiting` more wait; further ones are refused. Contexts of ended
-        requests are kept, and of a prompt that begins with a kept context's tokens only the rest is read. In the folder
-        `cache_dir`, contexts are also kept as files of up to `cache_budget` bytes in all, which outlive the process. In
-        memory, kept contexts take up to `cache_memory` bytes, by default a quarter of the free memory. With
-        `repeatable`, no generated token is kept: an answer depends on its request alone, not on those before.
+        Up to `max_lanes` requests run, by default 8, and 64 on a GPU, and `max_waiting` more wait; further ones are
+        refused. Contexts of ended requests are kept, and of a prompt that begins with a kept context's tokens only the
+        rest is read. In the folder `cache_dir`, contexts are also kept as files of up to `cache_budget` bytes in all,
+        which outlive the process. In memory, kept contexts take up to `cache_memory` bytes, by default a quarter of the
+        free memory. With `repeatable`, no generated token is kept: an answer depends on its request alone, not on those
+        before.
         """
         from lce.engine.batch import Batch
 

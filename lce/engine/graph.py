@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lce.cache.kv import KVCache
 from lce.cache.layer import LayerCache
-from lce.engine.joint import MOST_LANES, JointSteps
-from lce.engine.lanes import PAUSES, Lane, Recorder, check_logits
+from lce.engine.joint import JointSteps
+from lce.engine.lanes import MOST_LANES, PAUSES, Lane, Recorder, check_logits
 from lce.engine.recordings import RecordedStep, Recordings, work_of
 from lce.engine.tape import CudaTape
 from lce.methods.decoding import completes

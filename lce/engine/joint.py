@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from lce.cache.lanes import LaneTable
-from lce.engine.lanes import Lane, check_logits
+from lce.engine.lanes import MOST_LANES, Lane, check_logits
 from lce.engine.recordings import RecordedStep, Recordings, work_of
 from lce.engine.tape import CudaTape
 from lce.methods.decoding import completes
 from lce.models.layers import Model
 from lce.models.products import scratch_in
 
-MOST_LANES = 64
 MOST_RECORDINGS = 48  # by numbers of lanes and bounds of texts' lengths, and by whether a chunk is completed
 
 

@@ -29,6 +29,7 @@ from lce.profiling import timed
 from lce.progress import notice
 
 T = TypeVar("T")
+MOST_LANES = 64  # of a batch; on a CPU, a pass takes them in groups of `SHARED_ROWS`
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ import torch
 from lce import gpu
 from lce.attention import Attention
 from lce.cache.kv import KVCache
+from lce.cache.lanes import LaneTable
 from lce.cache.layout import Budgets
 from lce.engine.setup import Planned
 from lce.methods.decoding import completes
@@ -30,6 +31,7 @@ from lce.weights.packed import ROW_BLOCK, Scheme, Stacked
 
 FEW = 20, 4, 3, 2  # tokens: blocks of few tokens take kernels of their own
 SHORTEST, FARTHEST, WINDOWS = 128, 1 << 17, 16  # tokens, and windows: steps behind longer texts take few other kernels
+LANES = 2, 4, 8  # that share a step: more take the kernels of 8
 META = torch.device("meta")
 
 
@@ -70,7 +72,7 @@ def _read_texts(made: Planned, driver: Driver, schemes: Mapping[str, Scheme]) ->
     n_layers, block = 1 + max(map(kinds.index, kinds)), made.layout.block
     model, rope = _model(made, n_layers, schemes), made.rope.fitted(made.window, made.window)
     layout = replace(made.layout, n_layers=n_layers, device=META, budgets=Budgets(), borders=())
-    turned, at = Rope(rope, layout.head_dim, made.window, made.window), torch.empty(1, dtype=torch.int64, device=META)
+    turned, at = Rope(rope, layout.head_dim, made.window, made.window), torch.empty(8, dtype=torch.int64, device=META)
 
     def read(cache: KVCache, n: int, decoding: bool = False) -> None:
         driver.forward(cache, turned, n, partial(_pass, model, n, decoding), decoding=decoding)
@@ -85,7 +87,12 @@ def _read_texts(made: Planned, driver: Driver, schemes: Mapping[str, Scheme]) ->
             cache.make_space(stop)
             bound = driver.method.bound(stop) if driver.method.promised("recorded") and cache.has_space(stop) else None
             if bound is not None:
-                _pass(model, 1, True, driver.recorded(cache.layers, turned, at, bound, completes(cache, stop - 1)))
+                last = completes(cache, stop - 1)
+                _pass(model, 1, True, driver.recorded(cache.layers, turned, at[:1], bound, last))
+                with suppress(Exception):  # what fails here decodes lane by lane
+                    for n in LANES:
+                        layers: Any = LaneTable(cache, n).layers(n, bound)
+                        _pass(model, n, True, driver.recorded(layers, turned, at[:n], bound, last))
             read(cache, 1, decoding=True)
         length *= 2
 
@@ -93,7 +100,7 @@ def _read_texts(made: Planned, driver: Driver, schemes: Mapping[str, Scheme]) ->
 def _pass(model: Model, n: int, generated: bool, attend: Attend) -> None:
     ids = torch.empty(n, dtype=torch.int64, device=META)
     hidden = model(model.embedded(ids), model.attending(attend, ids), generated)
-    model.logits(hidden[-1:], drawn=True)
+    model.logits(hidden if generated else hidden[-1:], drawn=True)
 
 
 def _stored(names: Mapping[str, tuple[str, Any]], schemes: Mapping[str, Scheme], layer: str) -> list[Scheme | None]:

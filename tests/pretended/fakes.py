@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from lce.kernels.runtime import launching
 from lce.system import lasting_executor
 from tests.pretended.device import Gpus
 from tests.pretended.streams import Capture, CUDAGraph
-from tests.pretended.tensor import Mode, PretendedTensor, unwrapped
+from tests.pretended.tensor import FAR, Mode, PretendedTensor, unwrapped
 
 
 @contextlib.contextmanager
@@ -150,3 +151,11 @@ def _patch_kernels(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         stream.submit(lambda: plain(self, *plain_args, **plain_kwargs))
 
     patch.setattr(interpreter.GridExecutor, "__call__", call)
+    cast = interpreter.InterpreterBuilder.create_int_to_ptr
+
+    def pointer(self: Any, address: Any, kind: Any) -> Any:
+        """Kernels read, at addresses in tables, the GPU's memory and the host's page-locked memory."""
+        near = np.where(address.data >= FAR, address.data - FAR, address.data)
+        return cast(self, interpreter.TensorHandle(near, address.dtype), kind)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_int_to_ptr", pointer)
