@@ -218,7 +218,7 @@ def graph_beside_eager(setup: Setup, demo: Demo, method: str, ids: list[int]) ->
         eager_tokens, eager = answer(engine, fork, n)
     first = next((i for i, (a, b) in enumerate(zip(tokens, eager_tokens, strict=True)) if a != b), None)
     difference = float((logits - eager).abs().max() / eager.abs().max())
-    figures = graph_figures(engine, context)
+    figures = graph_figures(engine)
     expected = setup.cuda and engine.method.promised("recorded") and Attention.choose("auto").decodes
     return {
         "tokens": n,

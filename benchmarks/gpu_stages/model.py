@@ -72,7 +72,7 @@ def twice(setup: Setup, engine: lce.Engine, length: int) -> dict[str, Any]:
             stats = engine.generate([], context=context, max_tokens=NEW_TOKENS).stats
             found[f"{prefix}decode ms"] = stats.decode_s / (NEW_TOKENS - 1) * 1e3
             if not prefix:
-                found |= graph_figures(engine, context)
+                found |= graph_figures(engine)
     return found | ({"peak memory bytes": torch.cuda.max_memory_allocated()} if setup.cuda else {})
 
 

@@ -85,11 +85,11 @@ class Setup:
         return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
 
 
-def graph_figures(engine: lce.Engine, context: lce.Context) -> dict[str, Any]:
-    """Return whether a context's decode steps were recorded, or why not."""
+def graph_figures(engine: lce.Engine) -> dict[str, Any]:
+    """Return whether an engine's decode steps were recorded, or why not."""
     if not isinstance(recorder := engine.setup.recorder, Graphs):
         return {"graph": "none"}
-    graph = recorder.of(context.cache)
+    graph = next(each for each in recorder.recorded if each.driver is engine.setup.driver)
     return {"graph": graph.refused or "recorded", "recorded": graph.n_recorded, "replayed": graph.n_replayed}
 
 

@@ -169,5 +169,5 @@ def decode(setup: Setup, engine: lce.Engine, context: lce.Context, new_tokens: i
         "events ms a token": events[0].elapsed_time(events[1]) / n if events else None,
         "decode bytes": weight_bytes(engine) + attended_bytes(engine, len(context)),
         "decoded": n,
-        **graph_figures(engine, context),
+        **graph_figures(engine),
     }

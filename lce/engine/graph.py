@@ -1,10 +1,13 @@
-"""Decode steps on a GPU as CUDA graphs: the step of one token of a context is recorded once, and replayed later.
+"""Decode steps on a GPU as CUDA graphs: a step of one token of each of some contexts is recorded, and replayed later.
 
 A step has hundreds of kernels, and launching them one by one takes longer than running them; a graph is one launch.
-The step of several contexts is one graph, too (`lce.engine.joint`). Everything that changes from token to token is on
-the device: the token, its index, and what the method computes from the index (`lce.methods.step.DeviceStep`). A step
-that completes a chunk is another recording. A step is recorded again when the tensors of the cache are replaced by
-larger ones, and when the text exceeds the length (`bound`) for which the step was recorded.
+Everything that changes from token to token is on the device: tokens, their indices, what the method computes from these
+(`lce.methods.step.DeviceStep`), and where the contexts' rows are (`LaneTable`). So a recording serves any contexts of a
+driver: 1, 2, 4, 8, … of them, of which the lacking ones repeat the first and write nothing. There is a recording for
+each number of lanes, for each bound of texts' lengths, and for steps that complete a chunk and those that do not.
+
+Where a method's steps ask for more than rows at addresses, a recording is of one context, and reads its tensors. It is
+made again when these are replaced by larger ones.
 
 Under greedy sampling the step of the likeliest token is launched before the host knows that token. The step writes
 after the committed tokens, so its result can be dropped if the text ends or continues with another token.
@@ -12,192 +15,276 @@ after the committed tokens, so its result can be dropped if the text ends or con
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary, ref
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from lce.cache.kv import KVCache
+from lce.cache.lanes import LaneTable
 from lce.cache.layer import LayerCache
-from lce.engine.joint import JointSteps
 from lce.engine.lanes import MOST_LANES, PAUSES, Lane, Recorder, check_logits
-from lce.engine.recordings import RecordedStep, Recordings, work_of
-from lce.engine.tape import CudaTape
+from lce.engine.tape import CudaTape, Work
 from lce.methods.decoding import completes
-from lce.methods.run import Driver
 from lce.methods.step import DeviceStep, OnDevice
 from lce.models.layers import Model
-from lce.models.rope import Rope
+from lce.models.products import scratch_in
+from lce.progress import notice
 
-MOST_JOINT = 4  # methods of which steps of several lanes are recorded
+TRIES = 3  # recordings that may fail before steps run kernel by kernel for good
+MOST_DRIVERS = 64  # whose steps are kept
+MOST_RECORDINGS = 64  # of a driver
+NUMBERS = 2 * MOST_LANES  # that a step leaves for the host
+
+_capturing = Lock()  # held by the thread that records: one thread may record at a time
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A decode step that was launched, for the token at index `start`.
+    """A decode step that was launched, with its `logits [B, vocab]`.
 
-    The step writes the cache's `layers`, and gives `logits [vocab]` float32. `read` waits for the step, and returns two
-    numbers: the likeliest next token, and 1 if all logits are finite, else 0.
+    `read` waits for the step, and returns two numbers for each lane: the likeliest next token, and 1 if all logits are
+    finite, else 0. A step that was launched early is for the token `token_id` at index `start`, and has written to the
+    layers of which the first is `layer`.
     """
 
-    start: int
-    layers: Sequence[LayerCache]
     logits: Tensor
     read: Callable[[], list[int]]
+    start: int
+    layer: ReferenceType[LayerCache]
+    token_id: int | None = None
+
+
+@dataclass(eq=False)
+class RecordedStep:
+    """A decode step for texts up to `bound` tokens: `work` runs it kernel by kernel, `replay` as a CUDA graph.
+
+    `logits [B, vocab]` and `numbers [B, 2]` are what it leaves. `warm` says that `work` has run. `memory` refers weakly
+    to the tensors that a step of one context reads, which a growing cache frees.
+    """
+
+    work: Work
+    bound: int
+    memory: Sequence[ReferenceType[Tensor] | None]
+    logits: Tensor
+    warm: bool = False
+    replay: Work | None = None
 
 
 class Graphs(Recorder):
-    """The recorded decode steps of contexts, while their caches live. `tape_of` makes a tape for a device."""
+    """The recorded decode steps of a model. `tape_of` makes a tape for a device that reads so many numbers."""
 
-    def __init__(self, tape_of: Callable[..., CudaTape]) -> None:
+    def __init__(self, tape_of: Callable[[torch.device, int], CudaTape]) -> None:
         self._tape_of, self._said = tape_of, {""}
-        self._held: WeakKeyDictionary[KVCache, DecodeGraph] = WeakKeyDictionary()
-        self.joint: dict[int, JointSteps] = {}  # by the `id` of their driver
+        self.recorded: list[DriverSteps] = []
+        self._lock = Lock()  # what changes is in one memory for all contexts of a driver
+        self._early: Launched | None = None
+        self._last: ReferenceType[KVCache] | None = None  # whose step was the last one, if it was of one lane
 
     def steps(self, model: Model, lanes: Sequence[Lane]) -> Sequence[Lane]:
-        graphs = {lane: self._held.get(lane.cache) for lane in lanes}
-        early = {lane: None if graph is None else graph.early() for lane, graph in graphs.items()}
-        alone = [lane for lane in lanes if lane.decoding and not PAUSES]
-        done = self._joined(model, [lane for lane in alone if len(lane.token_ids) == 1])
-        for lane in alone:
-            if lane in done:
-                continue
-            graph = graphs[lane]
-            if graph is None or graph.driver is not lane.driver:
-                graph = DecodeGraph(model, lane.driver, lane.cache, self._tape_of(lane.cache.layout.device))
-                self._held[lane.cache], early[lane] = graph, None
+        early, self._early = self._early, None  # it can serve only the next pass
+        left, groups = list[Lane](), dict[DriverSteps, list[Lane]]()
+        if not any(lane.decoding for lane in lanes) or PAUSES:
+            return lanes
+        with self._lock:
+            for lane in lanes:
+                taken = lane.decoding and len(lane.token_ids) == 1
+                (groups.setdefault(self._steps_of(model, lane), []) if taken else left).append(lane)
+            cache = lanes[0].cache if len(lanes) == 1 else None
+            # Else another thread's steps take turns with these, and each thread drops what the other launched early.
+            last, self._last = self._last, None if cache is None else ref(cache)
+            goes_ahead = last is not None and last == self._last
+            for found, group in groups.items():
+                for first in range(0, len(group), MOST_LANES):
+                    left += found.append(group[first : first + MOST_LANES], early, goes_ahead)
+                self._early = found.early
+                if found.refused not in self._said:
+                    self._said.add(self.refused(found.refused))
+        return left
+
+    def _steps_of(self, model: Model, lane: Lane) -> DriverSteps:
+        """Return the steps of a lane's driver and RoPE, which are the newest now."""
+        for found in self.recorded:
+            if found.driver is lane.driver and (found.rope is lane.rope or found.rope.rotates_as(lane.rope)):
+                return found
+        made = DriverSteps(model, lane, self._tape_of)
+        self.recorded = [*self.recorded[1 - MOST_DRIVERS :], made]
+        return made
+
+
+class DriverSteps:
+    """The recorded decode steps of one driver and RoPE. `refused` says why no step can be recorded, or is empty.
+
+    All steps have one memory for what changes; a graph's own memory holds a step's temporary tensors.
+    """
+
+    def __init__(self, model: Model, like: Lane, tape_of: Callable[[torch.device, int], CudaTape]) -> None:
+        """Prepare for lanes that are `like` one of them."""
+        layout, method = like.cache.layout, like.driver.method
+        self.model, self.driver, self.rope, self.tape = model, like.driver, like.rope, tape_of(layout.device, NUMBERS)
+        self.inputs = torch.zeros(2, MOST_LANES, dtype=torch.int64, device=layout.device)  # tokens, and their indices
+        self.numbers = torch.zeros(MOST_LANES, 2, dtype=torch.int64, device=layout.device)
+        able = method.promised("recorded") and like.driver.attention.decodes(layout.dtype, layout.head_dim)
+        self.refused = "" if able else f"the step of {method.label} is not made for it on this device"
+        self.refused = self.refused or ("its layers are on several devices" if model.borders else "")
+        self.joins = True  # whether recordings serve any contexts
+        self.n_recorded = self.n_replayed = self.n_failed = 0
+        self.early: Launched | None = None  # the step that was launched early, if any
+        self._n_missed = 0  # recordings that failed since the last one that did not
+        self._table: LaneTable | None = None
+        self._joint: dict[Any, RecordedStep] = {}
+        self._own: WeakKeyDictionary[KVCache, dict[Any, RecordedStep]] = WeakKeyDictionary()
+        self._scratch: dict[torch.device, Tensor] = {}  # a recording may run in other threads than it was made in
+
+    def append(self, lanes: Sequence[Lane], early: Launched | None, goes_ahead: bool) -> list[Lane]:
+        """Append the lanes' tokens by recorded steps; set their `logits` and `likeliest`. Return the lanes left.
+
+        A lane fails if its logits are not finite. After an error or an interruption caches are as before. If
+        `goes_ahead`, the step of the likeliest next token of one lane that is `ahead` is launched, too.
+        """
+        bounds, left, self.early = dict[Lane, int](), list[Lane](), None
+        for lane in lanes:
             try:
-                if graph.append(lane, early[lane]):
-                    done.add(lane)
+                bound = None if self.refused else self._bound(lane)
             except Exception as error:
                 lane.fail(error)
-                done.add(lane)
-            self._say(graph)
-        return [lane for lane in lanes if lane not in done]
-
-    def _joined(self, model: Model, lanes: Sequence[Lane]) -> set[Lane]:
-        """Append the tokens of lanes that share their driver with others, by steps of several; return these lanes."""
-        done, by_driver = set[Lane](), dict[int, list[Lane]]()
-        for lane in lanes:
-            by_driver.setdefault(id(lane.driver), []).append(lane)
-        for key, group in by_driver.items():
-            joint = self.joint.pop(key, None)
-            if len(group) > 1 and joint is None:
-                joint = JointSteps(model, group[0], self._tape_of(group[0].cache.layout.device, 2 * MOST_LANES))
-            if joint is None:
-                continue
-            self.joint[key] = joint  # the newest is last
-            if len(self.joint) > MOST_JOINT:
-                del self.joint[next(iter(self.joint))]
-            for first in range(0, len(group), MOST_LANES):
-                done |= joint.append(group[first : first + MOST_LANES])
-            self._say(joint)
-        return done
-
-    def _say(self, recordings: Recordings) -> None:
-        if recordings.refused not in self._said:
-            self._said.add(self.refused(recordings.refused))
-
-    def why_not(self, cache: KVCache) -> str:
-        return self.of(cache).refused
-
-    def of(self, cache: KVCache) -> DecodeGraph:
-        """Return the recorded steps of a context that has decoded alone."""
-        return self._held[cache]
-
-
-class DecodeGraph(Recordings):
-    """The recorded decode steps of one context. The graph's own memory holds one step's temporary tensors."""
-
-    def __init__(self, model: Model, driver: Driver, cache: KVCache, tape: CudaTape) -> None:
-        super().__init__(driver, cache.layout, tape)
-        self.model, device = model, cache.layout.device
-        self.token, self.index = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-        self.logits = torch.zeros(1, model.config.vocab_size, dtype=torch.float32, device=device)
-        self.numbers = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        self._steps: dict[bool, RecordedStep] = {}  # by whether they complete a chunk
-        self._early: tuple[Launched, int] | None = None  # the step launched early, if any, and its token
-
-    def early(self) -> tuple[Launched, int] | None:
-        """Return the step that was launched early, if any, and its token. The step can serve only the next pass."""
-        early, self._early = self._early, None
-        return early
-
-    def append(self, lane: Lane, early: tuple[Launched, int] | None) -> bool:
-        """Append the token of `lane`, a context's part in a pass, by a recorded step; set its `logits` and `likeliest`.
-
-        Returns False, and appends nothing, if this step must run kernel by kernel. If `lane.ahead`, the step of the
-        likeliest next token is launched too. After an error or an interruption the cache is as before.
-        """
-        if self.refused or len(lane.token_ids) > 1:
-            return False
-        start, cache, token_id = lane.start, lane.cache, lane.token_ids[0]
-        cache.make_space(start + 1)
-        if (bound := self._bound_of(cache, start)) is None:
-            return False
-        if not self._steps and any(x is not None and x.device != self.index.device for x in cache.memory):
-            self.refuse("its layers are on several devices")
-            return False
-        try:
-            cache.begin()
-            if early is not None and (early[0].start, early[0].layers, early[1]) == (start, cache.layers, token_id):
-                now = early[0]
             else:
-                now = self._launch(self._prepared(cache, lane.rope, bound, start), cache, start, token_id)
-            step, following = self._steps.get(completes(cache, start + 1)), None
-            if lane.ahead and step and step.replay and self._bound_of(cache, start + 1) == step.bound:
-                following = self._launch(step, cache, start + 1, None)
-            likeliest, finite = now.read()
-            if not finite:
-                check_logits(now.logits[None], start)
-            lane.logits, lane.likeliest = now.logits, likeliest
-            cache.appended(start + 1)
-            cache.commit()
-        except (OnDevice, AttributeError) as error:
-            cache.settle()
-            if isinstance(error, AttributeError) and not isinstance(error.obj, DeviceStep):
-                raise
-            # A hook of the method needs a number that only the device has.
-            self.refuse(f"the method asks for {getattr(error, 'name', error)}, which only the device knows")
-            return False
+                left += [lane] if bound is None else []
+                bounds |= {} if bound is None else {lane: bound}
+        if bounds and self.joins:
+            try:
+                self._append(list(bounds), max(bounds.values()), early, goes_ahead)
+            except Exception as error:  # the step asks for more than rows at addresses, or memory is lacking
+                notice(f"contexts are recorded one by one: {type(error).__name__}: {error}", logging.DEBUG)
+                self.joins, self._table, self._joint = False, None, {}
+            else:
+                return left
+        for lane, bound in bounds.items():
+            try:
+                if not self.refused:
+                    self._append([lane], bound, early, goes_ahead)
+            except (OnDevice, AttributeError) as error:
+                if isinstance(error, AttributeError) and not isinstance(error.obj, DeviceStep):
+                    lane.fail(error)
+                else:  # a hook of the method needs a number that only the device has
+                    self._refuse(f"the method asks for {getattr(error, 'name', error)}, which only the device knows")
+            except Exception as error:
+                lane.fail(error)
+            left += [lane] if self.refused and lane.error is None and lane.logits is None else []
+        return left
+
+    def _append(self, lanes: Sequence[Lane], bound: int, early: Launched | None, goes_ahead: bool) -> None:
+        first, layer, following = lanes[0], lanes[0].cache.layers[0], None
+        try:
+            for lane in lanes:
+                lane.cache.begin()
+            step, now = self._prepared(lanes, bound), early
+            if now is None or (now.start, now.token_id, now.layer()) != (first.start, *first.token_ids, layer):
+                now = self._launch(step, lanes)
+            if first.ahead and goes_ahead and (later := self._bound(first, 1)):
+                step = self._prepared(lanes, later, 1)
+                following = self._launch(step, lanes, 1) if step.replay else None
+            numbers = now.read()
+            for lane, logits, likeliest, finite in zip(lanes, now.logits, numbers[::2], numbers[1::2], strict=False):
+                try:
+                    if not finite:
+                        check_logits(logits[None], lane.start)
+                    lane.logits, lane.likeliest = logits, likeliest
+                    lane.cache.appended(lane.start + 1)
+                    lane.cache.commit()
+                except Exception as error:
+                    lane.fail(error)
         except BaseException:
-            cache.settle()
+            for lane in lanes:
+                lane.cache.settle()
             raise
-        if following is not None:
-            self._early = following, likeliest
-        return True
+        self.early = following and replace(following, token_id=first.likeliest)
 
-    def _bound_of(self, cache: KVCache, start: int) -> int | None:
-        """Return the longest text for which a step recorded at `start` is valid; None: do not record that step."""
-        return self.driver.method.bound(start + 1) if cache.has_space(start + 1) else None
+    def _bound(self, lane: Lane, later: int = 0) -> int | None:
+        """Return the longest text for which a lane's step, `later` tokens from now, is valid; None: record no step."""
+        cache, stop = lane.cache, lane.start + 1 + later
+        if not later:
+            cache.make_space(stop)
+        return self.driver.method.bound(stop) if cache.has_space(stop) else None
 
-    def _prepared(self, cache: KVCache, rope: Rope, bound: int, start: int) -> RecordedStep:
-        """Return the step for the token at `start`; a new one if `bound` or the tensors of the cache have changed."""
-        memory = [None if x is None else ref(x) for x in cache.memory]  # a tensor's `ref` is always the same object
-        is_last, layers = completes(cache, start), cache.layers
-        found = self._steps.pop(is_last, None)
-        if found is not None and found.bound == bound and all(map(operator.is_, memory, found.memory)):
-            self._steps[is_last] = found
-            return found
-        del found  # frees the memory of the graph
-        memory_of_step = self.token, self.index, self.logits, self.numbers
-        work = work_of(self.model, self.driver, rope, layers, bound, is_last, *memory_of_step)
-        self._steps[is_last] = step = RecordedStep(work, bound, memory)
-        return step
-
-    def _launch(self, step: RecordedStep, cache: KVCache, start: int, token_id: int | None) -> Launched:
-        """Launch the step of the token at `start`; if `token_id` is None, of the previous step's likeliest token."""
-        if token_id is None:
-            self.token.copy_(self.numbers[0, :1])
+    def _prepared(self, lanes: Sequence[Lane], bound: int, later: int = 0) -> RecordedStep:
+        """Return the lanes' step, `later` tokens from now: a new one, if none fits."""
+        n, cache, memory, steps = 1 << (len(lanes) - 1).bit_length(), lanes[0].cache, list[Any](), self._joint
+        last = any(completes(lane.cache, lane.start + later) for lane in lanes)
+        key, layers = (n, last, bound if self.joins else 0), cache.layers
+        if not self.joins:
+            memory, steps = [x if x is None else ref(x) for x in cache.memory], self._own.setdefault(cache, {})
         else:
-            self.token.fill_(token_id)
-        self.index.fill_(start)
-        self.run(step)
-        return Launched(start, cache.layers, self.logits[0].clone(), self.tape.reader(self.numbers.view(-1)))
+            self._table = self._table or LaneTable(cache, MOST_LANES)
+            if not later:
+                self._table.set([lane.cache for lane in lanes], n)
+        found = steps.pop(key, None)
+        if found is None or found.bound != bound or not all(map(operator.is_, memory, found.memory)):
+            del found  # frees the memory of the graph
+            joined: Any = layers if self._table is None else self._table.layers(n, bound)
+            found = self._made(joined, n, bound, last, memory)
+        steps[key] = found  # the newest is last
+        if len(steps) > MOST_RECORDINGS:
+            del steps[next(iter(steps))]
+        return found
 
-    def refuse(self, why: str) -> None:
-        super().refuse(why)
-        self._steps = {}
+    def _made(
+        self, layers: Sequence[LayerCache], n: int, bound: int, last: bool, memory: Sequence[Any]
+    ) -> RecordedStep:
+        # `work` must not refer to this object, which refers to `work`: no cycle may keep the cache of a closed context.
+        model, driver, rope, (token, index), numbers = (
+            self.model, self.driver, self.rope, self.inputs[:, :n], self.numbers[:n]
+        )  # fmt: skip
+        kept = torch.zeros(n, model.config.vocab_size, dtype=torch.float32, device=token.device)
+
+        def work() -> None:
+            """Compute `kept` and `numbers` from `token` and `index`, all on the device."""
+            attend = driver.recorded(layers, rope, index, bound, last)
+            attend = model.attending(attend, rope.positions(index))
+            hidden = model(model.embedded(token), attend, generated=True)
+            logits = model.logits(hidden, drawn=True)
+            kept.copy_(logits)
+            numbers.copy_(torch.stack((logits.argmax(-1), logits.isfinite().all(-1).to(torch.int64)), dim=1))
+
+        return RecordedStep(work, bound, memory, kept)
+
+    def _launch(self, step: RecordedStep, lanes: Sequence[Lane], later: int = 0) -> Launched:
+        """Launch the lanes' step, `later` tokens from now: then the token is the previous step's likeliest.
+
+        The first launch of a step runs kernel by kernel. The second one records the step and replays it.
+        """
+        first = lanes[0]
+        if later:
+            self.inputs[0, :1].copy_(self.numbers[:1, 0])
+            self.inputs[1, :1].fill_(first.start + later)
+        else:
+            some = [(lane.token_ids[0], lane.start) for lane in lanes]
+            some += some[:1] * (MOST_LANES - len(some))
+            self.inputs.copy_(torch.tensor(some).T.contiguous(), non_blocking=True)
+        if step.replay is None and step.warm and not _capturing.locked():  # if locked, a later launch tries again
+            try:
+                with _capturing, scratch_in(self._scratch):
+                    step.replay = self.tape.record(step.work)
+                self.n_recorded, self._n_missed = self.n_recorded + 1, 0
+            except Exception as error:
+                self.n_failed, self._n_missed = self.n_failed + 1, self._n_missed + 1
+                if self._n_missed == TRIES:
+                    self._refuse(f"{type(error).__name__}: {error}")
+        if step.replay is None:
+            with scratch_in(self._scratch):
+                self.tape.warm_up(step.work)
+            step.warm = True
+        else:
+            step.replay()
+            self.n_replayed += 1
+        reader, logits = self.tape.reader(self.numbers.view(-1)), step.logits[: len(lanes)].clone()
+        return Launched(logits, reader, first.start + later, ref(first.cache.layers[0]))
+
+    def _refuse(self, why: str) -> None:
+        self.refused, self._joint, self._table, self._own = why, {}, None, WeakKeyDictionary()

@@ -8,7 +8,6 @@ one by one, have the bits of their own steps.
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,7 +117,7 @@ class Lane:
             self.hidden, self.logits, self.drawn, self.error = None, None, None, error
 
 
-class Recorder(ABC):
+class Recorder:
     """What records steps, for all contexts and threads: passes through the layers on CPUs, whole steps on GPUs.
 
     A step's Python runs once; later steps run again what it launched. What changes from step to step (tokens, indices,
@@ -133,10 +132,6 @@ class Recorder(ABC):
     def layers(self, model: Model, x: Tensor, attend: Attend) -> Tensor:
         """Return `model(x, attend, generated=True)`: the last hidden states `[T, hidden]` for the first ones."""
         return model(x, attend, generated=True)
-
-    @abstractmethod
-    def why_not(self, cache: KVCache) -> str:
-        """Return why the steps of a context are not recorded; nothing as long as nothing speaks against it."""
 
     def refused(self, why: str) -> str:
         """Say under `--debug` that steps are not recorded; return why."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lce.cache.kv import KVCache
 from lce.engine.lanes import LanesAttend, Recorder
 from lce.kernels.runtime.kernel import recording
 from lce.kernels.runtime.layer_jobs import LayerJobs, Range
@@ -173,9 +172,6 @@ class KernelLists(Recorder):
     def __init__(self) -> None:
         self._why_not = ""
         self._free: dict[int, list[_Recording]] = {}  # by the number of rows: those that no thread is using
-
-    def why_not(self, cache: KVCache) -> str:
-        return self._why_not
 
     def layers(self, model: Model, x: Tensor, attend: Attend) -> Tensor:
         """Do what `Recorder.layers` says, with the same bits; replay a recording of as many rows, if one is free.

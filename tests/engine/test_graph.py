@@ -18,7 +18,7 @@ from torch import Tensor
 import lce
 from lce.attention import Attended, Attention, Runs, Turn, rotate
 from lce.attention.compiled import Compiled
-from lce.engine.graph import DecodeGraph, Graphs
+from lce.engine.graph import DriverSteps, Graphs
 from lce.engine.lanes import one_by_one
 from lce.engine.recorder import KernelLists
 from lce.engine.running import append, unread
@@ -95,11 +95,13 @@ def taped(engine: lce.Engine, tape: type[Again] = Again) -> lce.Engine:
     return engine
 
 
-def graph_of(engine: lce.Engine, context: lce.Context) -> DecodeGraph:
-    return engine.setup.recorder.of(context.cache)
+def graph_of(engine: lce.Engine, context: lce.Context | None = None) -> DriverSteps:
+    """The recorded steps of an engine's method, for contexts with the RoPE of `context`."""
+    found = [each for each in engine.setup.recorder.recorded if each.driver is engine.setup.driver]
+    return next(each for each in found if context is None or each.rope.rotates_as(context.rope))
 
 
-def on_gpu(folder: Path, method: Method, dtype: str) -> list[tuple[list[int], Tensor, DecodeGraph | None]]:
+def on_gpu(folder: Path, method: Method, dtype: str) -> list[tuple[list[int], Tensor, list[DriverSteps]]]:
     """Tokens and last logits of an engine on a GPU: kernel by kernel, and recorded."""
     engine, found = lce.load(folder, method, block=32, device="cuda", dtype=dtype), []
     for alone in (one_by_one, nullcontext):
@@ -107,7 +109,7 @@ def on_gpu(folder: Path, method: Method, dtype: str) -> list[tuple[list[int], Te
         with alone():
             ids = engine.generate([7, 8], context=context, max_tokens=16).token_ids
             engine.prefill([*ids[-1:], 9], context=context)
-        found.append((ids, context.logits.cpu(), engine.setup.recorder._held.get(context.cache)))
+        found.append((ids, context.logits.cpu(), [*engine.setup.recorder.recorded]))
     return found
 
 
@@ -132,7 +134,7 @@ def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkey
     """On a pretended GPU, whose graphs hold operators over memory and nothing of Python."""
     monkeypatch.setattr(Attention, "choose", lambda name: PlainRuns())
     monkeypatch.setattr(launching, "installed", lambda: False)
-    (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], "float32")
+    (plain, logits, _), (ids, ours, (recorded,)) = on_gpu(tiny_model, MORE[name], "float32")
     assert ids == plain
     assert torch.allclose(ours, logits, atol=1e-4)
     assert recorded.refused == ""
@@ -145,7 +147,7 @@ def test_a_recording_is_replayed(name: str, tiny_model: Path, gpus: Gpus, monkey
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.filterwarnings("ignore::lce.errors.WindowWarning")
 def test_a_cuda_graph_gives_what_its_kernels_give(name: str, dtype: str, tiny_model: Path) -> None:
-    (plain, logits, _), (ids, ours, recorded) = on_gpu(tiny_model, MORE[name], dtype)
+    (plain, logits, _), (ids, ours, (recorded,)) = on_gpu(tiny_model, MORE[name], dtype)
     assert recorded.refused == ""
     # "shared" keeps 8 recent queries in a buffer, which is replaced every 8 tokens: one more recording than the others.
     assert recorded.n_replayed >= (9 if name == "shared" else 10)
@@ -186,7 +188,7 @@ def test_a_step_that_was_launched_early_is_dropped_where_the_text_goes_on_otherw
         for _ in range(4):
             next(stream)
         stream.close()  # a step is under way
-        assert each is not engine or graph_of(engine, context)._early
+        assert each is not engine or engine.setup.recorder._early
         n = len(context)
         context.truncate(n - 3)
         said.append(each.generate([11], context=context, max_tokens=1).token_ids)  # ends before the next step
@@ -205,13 +207,13 @@ def test_the_step_of_the_likeliest_token_is_under_way_while_the_host_reads_it(ti
     for _ in range(4):
         next(stream)
     graph = graph_of(engine, context)
-    early, token_id = graph._early
+    early = engine.setup.recorder._early
     assert early.start == context.cache.length
-    assert token_id == context.token_ids[-1], "drawn since"
+    assert early.token_id == context.token_ids[-1], "drawn since"
     n = graph.n_replayed
     stream.finish()
     assert graph.n_replayed <= n + 8, "no step is run twice"
-    assert graph._early is None, "nothing comes after the last token"
+    assert engine.setup.recorder._early is None, "nothing comes after the last token"
 
 
 def test_a_closed_context_frees_its_memory_at_once(tiny_model: Path) -> None:
@@ -234,7 +236,7 @@ def test_logits_that_are_not_finite_change_nothing(tiny_model: Path, monkeypatch
     engine.generate([5], context=context, max_tokens=6)
     n, logits = context.cache.length, context.logits
     bad = torch.full((300,), torch.nan)
-    graph_of(engine, context)._early = None
+    engine.setup.recorder._early = None
     with monkeypatch.context() as patch:
         patch.setattr(engine.setup.model, "logits", lambda x, drawn: bad[None])
         with pytest.raises(lce.ModelError, match="not finite"):
@@ -280,7 +282,7 @@ def test_runs_kernel_by_kernel_where_it_must(
     with lce.profiled(engine) as profile:
         assert engine.generate(PROMPT, context=context, max_tokens=12).token_ids == truth
     assert profile.calls
-    assert context.cache not in engine.setup.recorder._held
+    assert not engine.setup.recorder.recorded
     assert len(engine.logits(PROMPT[:33])) == 33, "a block of one token keeps its hidden state"
     assert isinstance(lce.load(tiny_model, longheads).setup.recorder, KernelLists)
 

@@ -17,11 +17,10 @@ import lce
 from lce import gpu
 from lce.attention import Attended, LaneRows, Runs
 from lce.engine.graph import Graphs
-from lce.engine.joint import JointSteps
 from lce.engine.lanes import Lane, forward
 from lce.engine.running import lane_of
 from lce.methods import LongHeads, Method, decoding
-from tests.engine.test_graph import MORE, PROMPT, Again, PlainRuns, same_state
+from tests.engine.test_graph import MORE, PROMPT, Again, PlainRuns, graph_of, same_state
 from tests.pretended import Gpus
 
 pytest.importorskip("triton")
@@ -52,11 +51,6 @@ def loaded(folder: Path, method: Method) -> lce.Engine:
     return engine
 
 
-def joint_of(engine: lce.Engine) -> JointSteps:
-    (joint,) = engine.setup.recorder.joint.values()
-    return joint
-
-
 def lanes_of(engine: lce.Engine, contexts: Sequence[lce.Context], token_id: int = 7) -> list[Lane]:
     for context in contexts:
         context.token_ids.append(token_id)
@@ -85,7 +79,8 @@ def test_lanes_answer_as_alone_and_keep_the_same(name: str, tiny_model: Path) ->
             assert lane.likeliest is None or lane.likeliest == int(alone.logits.argmax())
     for own, context in zip(truth, contexts, strict=True):
         same_state(context, own)
-    joint = joint_of(engine)
+    joint = graph_of(engine)
+    assert joint.joins
     assert joint.refused == ""
     assert joint.n_replayed >= 3
     assert joint.n_recorded <= 6, "a recording for each number of lanes, and each kind of step"
@@ -98,7 +93,7 @@ def test_a_batch_decodes_its_lanes_together(tiny_model: Path) -> None:
         streams = [batch.stream(prompt, **how) for prompt, how in zip(PROMPTS, asked, strict=False)]
         found = [stream.finish().token_ids for stream in streams]
     assert found == [plain.generate(p, **how).token_ids for p, how in zip(PROMPTS, asked, strict=False)]
-    assert joint_of(engine).n_replayed > 3
+    assert graph_of(engine).n_replayed > 3
 
 
 def test_a_lane_fails_alone(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +145,9 @@ def test_what_cannot_be_joined_decodes_alone(tiny_model: Path) -> None:
     contexts = [engine.prefill(prompt, length=200) for prompt in PROMPTS[:2]]
     for i in range(4):
         assert all(lane.error is None for lane in step(engine, contexts, 20 + i))
-    assert "one by one" in joint_of(engine).refused
+    assert not graph_of(engine).joins
+    assert graph_of(engine).n_replayed > 0
     for context in contexts:
-        assert engine.setup.recorder.of(context.cache).n_replayed > 0
         same_state(context, plain.prefill(context.token_ids, length=200))
 
 
@@ -166,7 +161,7 @@ def test_lanes_of_other_methods_and_closed_ones_are_no_hindrance(tiny_model: Pat
     lanes = [lane for each, context in [*mixed, (engine, alone)] for lane in lanes_of(each, [context])]
     forward(engine.setup.model, lanes, engine.setup.recorder)
     assert all(lane.error is None for lane in lanes)
-    assert len(engine.setup.recorder.joint) == 2
+    assert len(engine.setup.recorder.recorded) == 2
     memory = [ref(x) for x in alone.cache.memory if x is not None]
     del lanes
     alone.close()
@@ -201,7 +196,8 @@ def test_on_a_gpu_contexts_are_read_where_they_are(tiny_model: Path, triton_gpus
     for i in range(7):
         lanes = step(engine, contexts, 20 + i)
         assert all(lane.error is None for lane in lanes)
-    joint = joint_of(engine)
+    joint = graph_of(engine)
+    assert joint.joins
     assert joint.refused == ""
     assert joint.n_replayed >= 3
     for context in contexts:

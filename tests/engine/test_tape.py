@@ -11,8 +11,7 @@ import torch
 
 import lce
 from lce.attention import Attention
-from lce.engine.graph import DecodeGraph
-from lce.engine.recordings import TRIES
+from lce.engine.graph import TRIES, DriverSteps
 from lce.engine.tape import OUTSTANDING, CudaTape
 from lce.kernels.runtime import launching
 from tests.engine.test_graph import METHODS, PROMPT, PlainRuns, graph_of, same_state
@@ -65,7 +64,7 @@ def engine(tiny_model: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> lce
     return lce.load(tiny_model, METHODS["longheads"], block=32, device="cuda", dtype="float32")
 
 
-def asked(engine: lce.Engine) -> tuple[list[int], lce.Context, DecodeGraph]:
+def asked(engine: lce.Engine) -> tuple[list[int], lce.Context, DriverSteps]:
     context = engine.prefill(PROMPT, length=200)
     ids = engine.generate([7, 8], context=context, max_tokens=8).token_ids
     return ids, context, graph_of(engine, context)
@@ -76,6 +75,7 @@ def test_a_capture_that_fails_costs_time_alone(engine: lce.Engine, gpus: Gpus, t
     with failing(gpus, None, NOT_PERMITTED, 0) as none:
         truth, right, _ = asked(engine)
     for at, error in zip((0, none.last // 2, none.last - 1, None), ERRORS, strict=True):
+        engine.setup.recorder.recorded.clear()
         with failing(gpus, at, error, times):
             ids, context, graph = asked(engine)
         assert ids == truth, (at, error)
