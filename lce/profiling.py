@@ -76,11 +76,6 @@ _COUNTING = "counting"  # the category of the profile's own counting, whose time
 _NOTHING = nullcontext()
 
 
-def is_profiling() -> bool:
-    """Return whether this thread is taking a profile."""
-    return _clock is not None and _clock.thread == threading.get_ident()
-
-
 Count = Callable[..., None]  # takes the clock, a marked function's result, and that function's arguments
 
 

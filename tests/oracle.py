@@ -749,33 +749,3 @@ def directions(k: Tensor, low_dim: int) -> np.ndarray:
     """Return the principal components of keys `[G, N, D]` with heads side by side: `[G·D, low_dim]`."""
     rows = k.transpose(0, 1).flatten(1).double().numpy()
     return np.linalg.svd(rows - rows.mean(axis=0))[2][: min(low_dim, len(rows) - 1)].T
-
-
-@definition
-def xattention(text: Text, stride: int = 8, block_size: int | None = None, top_p: float = 0.9) -> Tables:
-    """Define XAttention, block of queries by block of queries; queries of a block that a pass cuts attend all keys."""
-    size = block_size or max(stride, 2, min(128, text.window // 32) // stride * stride)
-    setting, n, n_tiles = text.setting, text.n, text.n // stride
-    mask = text.everyone(text.j <= text.i).clone()
-    tile = torch.arange(n_tiles) * stride
-    for h in range(text.n_heads):
-        queries, keys = text.seen_at(h, text.at), turned(text.keys(h), text.at, setting)
-        logits = torch.zeros(n_tiles, n_tiles, dtype=torch.float64)
-        for offset in range(stride):
-            asking, asked = queries[tile + stride - 1 - offset], keys[tile + offset]
-            logits += dot(asking[:, None], asked[None]) / stride / math.sqrt(text.dim)
-        start = 0
-        for n_queries in setting.blocks or [n]:
-            for b in range(n // size):
-                if b * size < start or (b + 1) * size > start + n_queries:
-                    continue
-                weights = dict.fromkeys(range(b + 1), 0.0)
-                for row in range(b * size // stride, (b + 1) * size // stride):
-                    for column, share in enumerate(logits[row, : row + 1].softmax(0).tolist()):
-                        weights[column * stride // size] += share
-                others = best_first(range(1, b), weights)
-                chosen = reaching(None if top_p == 1 else top_p, sorted({0, b}), others, weights)
-                for c in set(range(b)) - set(chosen):
-                    mask[h, b * size : (b + 1) * size, c * size : (c + 1) * size] = False
-            start += n_queries
-    return Tables(mask, text.everyone(text.i - text.j))

@@ -19,9 +19,8 @@ from lce.methods.lowdim import LowDimMap
 from lce.methods.step import Note
 from lce.models.layers import Attend
 
-# Other blocks, other outputs: the queries of a block choose together, and `xattention` is dense where a block ends
-# within one of its own.
-BY_BLOCK = {"esa", "infllm", "xattention"}
+# Other blocks, other outputs: the queries of a block choose together.
+BY_BLOCK = {"esa", "infllm"}
 
 
 def as_knobs(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from lce.kernels.product.blocks import BLOCK_TYPES, BlockMatrix
-from lce.kernels.rows.lane_rows import LaneRows
+from lce.kernels.runtime.launching import LaneRows
 
 HEAD_SIZES = (16, 64, 80, 96, 128, 256)  # the first is the tests' and the smallest of a block
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

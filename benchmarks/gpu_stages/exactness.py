@@ -42,9 +42,8 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
     "reattention": [{"span": 16, "local": 32, "top_k": 1}],
     "self_extend": [{"local": 24, "group": 4}, {"local": 24, "group": "auto"}],
     "streaming": [{"sinks": 4, "local": 40}],
-    "xattention": [{"stride": 4, "block_size": 16, "top_p": 0.7}],
 }
-CHOOSING = {"esa", "infllm", "longheads", "quest", "lm_infinite", "pages", "reattention", "xattention"}
+CHOOSING = {"esa", "infllm", "longheads", "quest", "lm_infinite", "pages", "reattention"}
 
 
 def run(setup: Setup) -> None:

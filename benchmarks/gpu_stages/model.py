@@ -23,7 +23,7 @@ from gpu_stages.setup import Setup, Skip, graph_figures
 from gpu_stages.speed import free
 
 ROOT = Path(__file__).parent.parent.parent
-FIRST = ("full", "longheads", "dca", "esa", "infllm", "xattention")  # the other methods follow
+FIRST = ("full", "longheads", "dca", "esa", "infllm")  # the other methods follow
 LENGTHS, NEW_TOKENS = (2000, 30_000, 120_000), 33
 LANES, PROMPT, ANSWER = (1, 8, 32), 2000, 64
 STORED: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def loaded(setup: Setup, method: str, sharing: lce.Engine | None = None, **optio
 
 def methods(setup: Setup) -> None:
     """Measure every method at all lengths, the shortest first; with what is already there, a stage goes on."""
-    lengths, names = (LENGTHS, lce.methods.available()) if not setup.tiny else ((60, 150), ["full", "xattention"])
+    lengths, names = (LENGTHS, lce.methods.available()) if not setup.tiny else ((60, 150), ["full", "longheads"])
     first: lce.Engine | None = None
     for length in lengths:
         for name in sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):

@@ -38,5 +38,3 @@ from lce.attention.turn import SlotTurns as SlotTurns
 from lce.attention.turn import Turn as Turn
 from lce.attention.turn import append as append
 from lce.attention.turn import rotate as rotate
-from lce.kernels.rows.lane_rows import ALIGNED as ALIGNED
-from lce.kernels.rows.lane_rows import LaneRows as LaneRows

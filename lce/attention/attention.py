@@ -23,8 +23,8 @@ from lce.attention.turn import SlotTurns, Turn, rotate
 from lce.errors import UsageError, nearest, shown
 from lce.kernels.dense.attention import LaneQueries
 from lce.kernels.merge.merging import merged
-from lce.kernels.rows.lane_rows import LaneRows
 from lce.kernels.runtime.kernel import DTYPES
+from lce.kernels.runtime.launching import Rows
 from lce.kernels.runtime.shared import ALIGNED, READ_PIECE
 from lce.profiling import count_dense, count_routed, section
 
@@ -162,11 +162,8 @@ class Attention(ABC):
         """Return whether a kernel can `decode` keys of this dtype and size, as the CUDA graph of a step requires."""
         return False
 
-    def decode(self, q: Tensor, k: Tensor | LaneRows, v: Tensor | LaneRows, runs: Runs) -> Attended:
-        """Attend one query `q [H, 1, D]`, unrotated, to runs of rows of `k v [G, N, D]`, bounded on the device.
-
-        Or attend B queries `q [H, B, D]` to runs of rows of B contexts.
-        """
+    def decode(self, q: Tensor, k: Rows, v: Rows, runs: Runs) -> Attended:
+        """Attend unrotated queries `q [H, B, D]` of B contexts to runs of the contexts' rows, bounded on the device."""
         raise NotImplementedError
 
     def merge_slots(self, out: Tensor, lse: Tensor) -> Attended:

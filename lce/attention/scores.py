@@ -24,7 +24,7 @@ from lce.kernels.choose.scores import (
 )
 from lce.kernels.choose.scores import best_below_top as compiled_best_below_top
 from lce.kernels.product import panels
-from lce.kernels.rows.lane_rows import LaneRows
+from lce.kernels.runtime.launching import Rows
 from lce.kernels.runtime.shared import LANES, MOST_ROWS
 
 SCORES_AT_ONCE = 1 << 24  # the largest number of scores to compute at a time: 64 MiB in float32
@@ -253,11 +253,9 @@ def best_tokens(scores: Tensor, n: int, eps: int = 0) -> Tensor:
     return best_first(scores, n).sort().values
 
 
-def best_runs(
-    q: Tensor, summaries: Tensor | LaneRows, at: Tensor, size: int, n: int, **how: Any
-) -> tuple[Tensor, Tensor] | None:
+def best_runs(q: Tensor, summaries: Rows, at: Tensor, size: int, n: int, **how: Any) -> tuple[Tensor, Tensor] | None:
     """Choose chunks as runs by a GPU kernel: `lce.kernels.choose.choices_triton.best_runs`. None: no kernel suits."""
-    able = isinstance(summaries, LaneRows) or gpu.launching.runs_on(summaries)
+    able = not isinstance(summaries, Tensor) or gpu.launching.runs_on(summaries)
     if not able or summaries.shape[1] > gpu.launching.MOST_CHUNKS:
         return None
     return gpu.choices.best_runs(q, summaries, at, size, n, **how)

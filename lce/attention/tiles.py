@@ -49,8 +49,7 @@ class Runs:
     the host knows. Shapes do not depend on the text's length, so a step can be recorded once, as a CUDA graph, and
     replayed.
 
-    Example: chunk 3 of 256 tokens, and 17 tokens of chunk 5: `first [[[768, 1280]]]`, `count [[[256, 17]]]`, `most`
-    256.
+    Example: chunk 3 of 256 tokens, 17 tokens of chunk 5: `first [[[768, 1280]]]`, `count [[[256, 17]]]`, `most 256`.
     """
 
     first: Tensor

@@ -12,7 +12,7 @@ from lce.attention.attention import Attended
 from lce.attention.compiled import Compiled
 from lce.attention.tiles import Runs, Tiles
 from lce.attention.turn import SlotTurns
-from lce.kernels.rows.lane_rows import LaneRows
+from lce.kernels.runtime.launching import Rows
 from lce.profiling import count_routed, section
 
 
@@ -36,7 +36,7 @@ class Triton(Compiled):
             return False
         return gpu.rows.takes(torch.empty(1, head_dim, dtype=dtype, device="meta"))
 
-    def decode(self, q: Tensor, k: Tensor | LaneRows, v: Tensor | LaneRows, runs: Runs) -> Attended:
+    def decode(self, q: Tensor, k: Rows, v: Rows, runs: Runs) -> Attended:
         return gpu.decoding.attend_runs(q, k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
 
     def routed(

@@ -8,7 +8,7 @@ few assignments without a call between them, or can be repeated: `KVCache.settle
 import functools
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Literal, NamedTuple
 
@@ -167,15 +167,6 @@ class KVCache:
         for layer in self.layers:
             for state in layer.state.values():
                 state.make_space(n_tokens - 1)
-
-    @property
-    def memory(self) -> Iterator[Tensor | None]:
-        """All tensors of the cache that a decode step reads or writes; a tensor is replaced only when it must grow."""
-        for layer in self.layers:
-            yield layer.buffer.k
-            yield layer.buffer.v
-            for state in layer.state.values():
-                yield state.memory
 
     def appended(self, n_tokens: int) -> None:
         """Set the layers' uncommitted length to `n_tokens`, after a recorded step (a CUDA graph) wrote tokens."""

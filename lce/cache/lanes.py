@@ -8,16 +8,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lce.attention import ALIGNED, LaneRows, Turn, append
+from lce import gpu
+from lce.attention import Turn, append
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import OpenChunk, RecentRows
+from lce.kernels.runtime.launching import ALIGNED, LaneRows
+
+
+class StateRows(LaneRows):
+    """Keys, values or a method's state of several contexts, with what recorded steps ask of a state."""
+
+    def allocated(self, n: int) -> StateRows:
+        """Return the first `n` rows."""
+        return replace(self, shape=(self.shape[0], n, *self.shape[2:]))
+
+    def write_on_device(self, rows: Tensor, at: Tensor) -> None:
+        """Write a row of each context, `rows [heads, B, …]`, at index `at [B]`; below 0: none. One launch."""
+        append(rows.flatten(2), rows.flatten(2), self, self, at)
+
+    def take(self, first: Tensor | None, n: int) -> Tensor:
+        """Return copies `[heads, B, n, …]` of rows `first[b]..first[b] + n - 1`, `first [B]`; None: from row 0 on."""
+        return gpu.elementwise.take_lanes(self, first, n)
+
+    def in_chunk(self) -> Tensor:
+        """Return copies of all rows, `[heads, B, rows, …]`."""
+        return self.take(None, self.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,14 +49,14 @@ class LaneLayer:
     index: int
     layout: CacheLayout
     turned: bool
-    whole: tuple[LaneRows, LaneRows]
-    state: Mapping[str, LaneRows]
+    whole: tuple[StateRows, StateRows]
+    state: Mapping[str, StateRows]
 
-    def kept(self, kind: type, name: str) -> LaneRows:
+    def kept(self, kind: type, name: str) -> StateRows:
         """Return the rows of the method's state `name`."""
         return self.state[name]
 
-    def recent(self, name: str) -> tuple[LaneRows, LaneRows, int]:
+    def recent(self, name: str) -> tuple[StateRows, StateRows, int]:
         """Return what `LayerCache.recent` returns: here row i is token i."""
         return self.state[name], self.whole[1], 0
 
@@ -56,7 +78,7 @@ class LaneTable:
             (x.index, x.layout, x.turned, [name for name, state in x.state.items() if state.memory is not None])
             for x in like.layers
         ]
-        self._forms = [_form(x, is_open) for x, _, is_open in _rows_of(like)]
+        self._forms = [_form(x, is_open) for x, _, is_open in rows_of(like)]
         ends = 1 + np.cumsum([0, *(form[0] * most for form in self._forms)])
         self._host = np.zeros(ends[-1], np.int64)  # first the number of contexts, then all addresses of each tensor
         self._parts = [x.reshape(most, -1) for x in np.split(self._host[1:], ends[1:-1] - 1)]
@@ -68,7 +90,7 @@ class LaneTable:
         """Return the layers of the first `n` contexts, whose texts have at most `bound` tokens."""
         forms, found = zip(self._tables, self._forms, strict=True), list[LaneLayer]()
         rows = (
-            LaneRows(table[:n], self._table[:1], (heads, n_rows or bound, *row), dtype)
+            StateRows(table[:n], self._table[:1], (heads, n_rows or bound, *row), dtype)
             for table, (heads, n_rows, row, dtype) in forms
         )
         for index, layout, turned, names in self._kinds:
@@ -83,7 +105,7 @@ class LaneTable:
         """
         changed, self._host[0] = self._host[0] != len(caches), len(caches)
         for b in range(n):
-            rows = _rows_of(caches[b if b < len(caches) else 0])
+            rows = rows_of(caches[b if b < len(caches) else 0])
             seen = [number for x, first, _ in rows for number in (x.data_ptr(), x.stride(0), first)]
             if seen != self._seen[b]:
                 assert [_form(x, is_open) for x, _, is_open in rows] == self._forms, "another kind of cache"
@@ -95,7 +117,7 @@ class LaneTable:
             self._table.copy_(torch.from_numpy(self._host), non_blocking=True)
 
 
-def _rows_of(cache: KVCache) -> list[tuple[Tensor, int, bool]]:
+def rows_of(cache: KVCache) -> list[tuple[Tensor, int, bool]]:
     """Return each tensor `[heads, rows, …]` of a cache, the index of its first row, and whether it is an open chunk."""
     found = list[tuple[Tensor, int, bool]]()
     for layer in cache.layers:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,9 +150,7 @@ def draw(probabilities: Tensor, random: torch.Generator) -> int:
     sums = probabilities.double().cumsum(0)
     whole = float(sums[-1])
     number = min(whole * float(torch.rand((), dtype=torch.float64, generator=random)), math.nextafter(whole, 0.0))
-    if not sums.is_cpu:
-        return int(torch.searchsorted(sums, number, right=True))
-    return int(np.searchsorted(sums.numpy(), number, side="right"))
+    return int(torch.searchsorted(sums, number, right=True))
 
 
 def penalised(logits: Tensor, sampling: Sampling, prompt: Tensor, answer: Sequence[int]) -> Tensor:

@@ -69,8 +69,8 @@ class Batch(Unique):
     ) -> None:
         """Begin a batch: see `Engine.batch`. Without `reuse`, no context is kept for later requests."""
         self.setup = setup
-        usual = usual_lanes(setup)
-        self.max_lanes = usual if max_lanes is None else count(max_lanes, "max_lanes", most=MOST_LANES)
+        wanted = usual_lanes(setup) if max_lanes is None else max_lanes
+        self.max_lanes = count(wanted, "max_lanes", most=MOST_LANES)
         self.max_waiting = count(max_waiting, "max_waiting", least=0)
         folder, budget = None, in_bytes(cache_budget, "cache_budget")
         if cache_dir is not None:

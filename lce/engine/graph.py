@@ -16,7 +16,6 @@ after the committed tokens, so its result can be dropped if the text ends or con
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lce.cache.kv import KVCache
-from lce.cache.lanes import LaneTable
+from lce.cache.lanes import LaneTable, rows_of
 from lce.cache.layer import LayerCache
 from lce.engine.lanes import MOST_LANES, PAUSES, Lane, Recorder, check_logits
 from lce.engine.tape import CudaTape, Work
@@ -40,7 +39,6 @@ from lce.progress import notice
 TRIES = 3  # recordings that may fail before steps run kernel by kernel for good
 MOST_DRIVERS = 64  # whose steps are kept
 MOST_RECORDINGS = 64  # of a driver
-NUMBERS = 2 * MOST_LANES  # that a step leaves for the host
 
 _capturing = Lock()  # held by the thread that records: one thread may record at a time
 
@@ -71,7 +69,7 @@ class RecordedStep:
 
     work: Work
     bound: int
-    memory: Sequence[ReferenceType[Tensor] | None]
+    memory: Sequence[ReferenceType[Tensor]]
     logits: Tensor
     warm: bool = False
     replay: Work | None = None
@@ -81,8 +79,7 @@ class Graphs(Recorder):
     """The recorded decode steps of a model. `tape_of` makes a tape for a device that reads so many numbers."""
 
     def __init__(self, tape_of: Callable[[torch.device, int], CudaTape]) -> None:
-        self._tape_of, self._said = tape_of, {""}
-        self.recorded: list[DriverSteps] = []
+        self._tape_of, self.recorded = tape_of, list[DriverSteps]()
         self._lock = Lock()  # what changes is in one memory for all contexts of a driver
         self._early: Launched | None = None
         self._last: ReferenceType[KVCache] | None = None  # whose step was the last one, if it was of one lane
@@ -104,12 +101,10 @@ class Graphs(Recorder):
                 for first in range(0, len(group), MOST_LANES):
                     left += found.append(group[first : first + MOST_LANES], early, goes_ahead)
                 self._early = found.early
-                if found.refused not in self._said:
-                    self._said.add(self.refused(found.refused))
         return left
 
     def _steps_of(self, model: Model, lane: Lane) -> DriverSteps:
-        """Return the steps of a lane's driver and RoPE, which are the newest now."""
+        """Return the steps of a lane's driver and RoPE; new ones replace the oldest."""
         for found in self.recorded:
             if found.driver is lane.driver and (found.rope is lane.rope or found.rope.rotates_as(lane.rope)):
                 return found
@@ -127,13 +122,15 @@ class DriverSteps:
     def __init__(self, model: Model, like: Lane, tape_of: Callable[[torch.device, int], CudaTape]) -> None:
         """Prepare for lanes that are `like` one of them."""
         layout, method = like.cache.layout, like.driver.method
-        self.model, self.driver, self.rope, self.tape = model, like.driver, like.rope, tape_of(layout.device, NUMBERS)
+        self.model, self.driver, self.rope, self.tape = (
+            model,
+            like.driver,
+            like.rope,
+            tape_of(layout.device, 2 * MOST_LANES),
+        )
         self.inputs = torch.zeros(2, MOST_LANES, dtype=torch.int64, device=layout.device)  # tokens, and their indices
         self.numbers = torch.zeros(MOST_LANES, 2, dtype=torch.int64, device=layout.device)
-        able = method.promised("recorded") and like.driver.attention.decodes(layout.dtype, layout.head_dim)
-        self.refused = "" if able else f"the step of {method.label} is not made for it on this device"
-        self.refused = self.refused or ("its layers are on several devices" if model.borders else "")
-        self.joins = True  # whether recordings serve any contexts
+        self.refused, self.joins = "", True  # whether recordings serve any contexts
         self.n_recorded = self.n_replayed = self.n_failed = 0
         self.early: Launched | None = None  # the step that was launched early, if any
         self._n_missed = 0  # recordings that failed since the last one that did not
@@ -141,6 +138,10 @@ class DriverSteps:
         self._joint: dict[Any, RecordedStep] = {}
         self._own: WeakKeyDictionary[KVCache, dict[Any, RecordedStep]] = WeakKeyDictionary()
         self._scratch: dict[torch.device, Tensor] = {}  # a recording may run in other threads than it was made in
+        if not (method.promised("recorded") and like.driver.attention.decodes(layout.dtype, layout.head_dim)):
+            self._refuse(f"the step of {method.label} is not made for it on this device")
+        elif model.borders:
+            self._refuse("its layers are on several devices")
 
     def append(self, lanes: Sequence[Lane], early: Launched | None, goes_ahead: bool) -> list[Lane]:
         """Append the lanes' tokens by recorded steps; set their `logits` and `likeliest`. Return the lanes left.
@@ -151,12 +152,12 @@ class DriverSteps:
         bounds, left, self.early = dict[Lane, int](), list[Lane](), None
         for lane in lanes:
             try:
-                bound = None if self.refused else self._bound(lane)
+                if self.refused or (bound := self._bound(lane)) is None:
+                    left.append(lane)
+                else:
+                    bounds[lane] = bound
             except Exception as error:
                 lane.fail(error)
-            else:
-                left += [lane] if bound is None else []
-                bounds |= {} if bound is None else {lane: bound}
         if bounds and self.joins:
             try:
                 self._append(list(bounds), max(bounds.values()), early, goes_ahead)
@@ -219,28 +220,24 @@ class DriverSteps:
         last = any(completes(lane.cache, lane.start + later) for lane in lanes)
         key, layers = (n, last, bound if self.joins else 0), cache.layers
         if not self.joins:
-            memory, steps = [x if x is None else ref(x) for x in cache.memory], self._own.setdefault(cache, {})
+            memory, steps = [ref(x) for x, *_ in rows_of(cache)], self._own.setdefault(cache, {})
         else:
             self._table = self._table or LaneTable(cache, MOST_LANES)
             if not later:
                 self._table.set([lane.cache for lane in lanes], n)
         found = steps.pop(key, None)
-        if found is None or found.bound != bound or not all(map(operator.is_, memory, found.memory)):
+        if found is None or found.bound != bound or list(map(id, memory)) != list(map(id, found.memory)):
             del found  # frees the memory of the graph
-            joined: Any = layers if self._table is None else self._table.layers(n, bound)
-            found = self._made(joined, n, bound, last, memory)
+            found = self._made(self._table.layers(n, bound) if self._table else layers, n, bound, last, memory)
         steps[key] = found  # the newest is last
         if len(steps) > MOST_RECORDINGS:
             del steps[next(iter(steps))]
         return found
 
-    def _made(
-        self, layers: Sequence[LayerCache], n: int, bound: int, last: bool, memory: Sequence[Any]
-    ) -> RecordedStep:
+    def _made(self, layers: Any, n: int, bound: int, last: bool, memory: Sequence[Any]) -> RecordedStep:
         # `work` must not refer to this object, which refers to `work`: no cycle may keep the cache of a closed context.
-        model, driver, rope, (token, index), numbers = (
-            self.model, self.driver, self.rope, self.inputs[:, :n], self.numbers[:n]
-        )  # fmt: skip
+        model, driver, rope = self.model, self.driver, self.rope
+        (token, index), numbers = self.inputs[:, :n], self.numbers[:n]
         kept = torch.zeros(n, model.config.vocab_size, dtype=torch.float32, device=token.device)
 
         def work() -> None:
@@ -267,24 +264,25 @@ class DriverSteps:
             some = [(lane.token_ids[0], lane.start) for lane in lanes]
             some += some[:1] * (MOST_LANES - len(some))
             self.inputs.copy_(torch.tensor(some).T.contiguous(), non_blocking=True)
-        if step.replay is None and step.warm and not _capturing.locked():  # if locked, a later launch tries again
-            try:
-                with _capturing, scratch_in(self._scratch):
-                    step.replay = self.tape.record(step.work)
-                self.n_recorded, self._n_missed = self.n_recorded + 1, 0
-            except Exception as error:
-                self.n_failed, self._n_missed = self.n_failed + 1, self._n_missed + 1
-                if self._n_missed == TRIES:
-                    self._refuse(f"{type(error).__name__}: {error}")
-        if step.replay is None:
-            with scratch_in(self._scratch):
+        with scratch_in(self._scratch):
+            if step.replay is None and step.warm and not _capturing.locked():  # if locked, a later launch tries again
+                try:
+                    with _capturing:
+                        step.replay = self.tape.record(step.work)
+                    self.n_recorded, self._n_missed = self.n_recorded + 1, 0
+                except Exception as error:
+                    self.n_failed, self._n_missed = self.n_failed + 1, self._n_missed + 1
+                    if self._n_missed == TRIES:
+                        self._refuse(f"{type(error).__name__}: {error}")
+            if step.replay is None:
                 self.tape.warm_up(step.work)
-            step.warm = True
-        else:
-            step.replay()
-            self.n_replayed += 1
+                step.warm = True
+            else:
+                step.replay()
+                self.n_replayed += 1
         reader, logits = self.tape.reader(self.numbers.view(-1)), step.logits[: len(lanes)].clone()
         return Launched(logits, reader, first.start + later, ref(first.cache.layers[0]))
 
     def _refuse(self, why: str) -> None:
+        notice(f"steps are not recorded: {why}", logging.DEBUG)
         self.refused, self._joint, self._table, self._own = why, {}, None, WeakKeyDictionary()

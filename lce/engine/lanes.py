@@ -133,11 +133,6 @@ class Recorder:
         """Return `model(x, attend, generated=True)`: the last hidden states `[T, hidden]` for the first ones."""
         return model(x, attend, generated=True)
 
-    def refused(self, why: str) -> str:
-        """Say under `--debug` that steps are not recorded; return why."""
-        notice(f"steps are not recorded: {why}", logging.DEBUG)
-        return why
-
 
 PAUSES: set[object] = set()  # one object per active `one_by_one`; unless empty, nothing is recorded or replayed
 

@@ -7,6 +7,7 @@ layers, the kernels of one layer's serve the later ones.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -22,6 +23,7 @@ from lce.kernels.runtime.kernel import recording
 from lce.kernels.runtime.layer_jobs import LayerJobs, Range
 from lce.kernels.runtime.threads import Call, Jobs, Scratch, run_jobs
 from lce.models.layers import Attend, Model
+from lce.progress import notice
 
 # The operators that may be called between kernels, by their names without overload: they compute nothing.
 _VIEWS = frozenset(
@@ -192,5 +194,6 @@ class KernelLists(Recorder):
         if not found.watch.computed:
             free.append(found)
         elif not self._why_not:
-            self._why_not = self.refused(f"{found.watch.computed} computes between kernels")
+            self._why_not = f"{found.watch.computed} computes between kernels"
+            notice(f"steps are not recorded: {self._why_not}", logging.DEBUG)
         return result

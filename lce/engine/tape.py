@@ -21,11 +21,14 @@ _failed: list[object] = []  # graphs whose capture failed, kept because PyTorch'
 
 
 class CudaTape:
-    """A recorder of work on a device as CUDA graphs, and a reader of `n_numbers` int64 numbers that the work leaves."""
+    """A recorder of work on a device as CUDA graphs, and a reader of `n_numbers` int64 numbers that the work leaves.
+
+    All graphs have one pool for their temporary tensors: no graph may leave a result there for later.
+    """
 
     def __init__(self, device: torch.device, n_numbers: int = 2) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream, self.pool = torch.cuda.Stream(device, priority=-1), torch.cuda.graph_pool_handle()
         slots = [
             (torch.empty(n_numbers, dtype=torch.int64, pin_memory=True), torch.cuda.Event()) for _ in range(OUTSTANDING)
         ]
@@ -46,7 +49,7 @@ class CudaTape:
         graph = torch.cuda.CUDAGraph()
         try:
             with _no_collection(), torch.cuda.stream(self.stream):
-                graph.capture_begin(capture_error_mode="relaxed")
+                graph.capture_begin(self.pool, capture_error_mode="relaxed")
                 try:
                     work()
                 finally:

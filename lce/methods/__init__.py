@@ -54,7 +54,6 @@ from lce.methods.wrapped import Handover as Handover
 from lce.methods.wrapped import Observation as Observation
 from lce.methods.wrapped import Observed as Observed
 from lce.methods.wrapped import Wrapped as Wrapped
-from lce.methods.xattention import XAttention as XAttention
 from lce.models.config import RopeConfig as RopeConfig
 from lce.models.rope import Rope as Rope
 

@@ -175,7 +175,7 @@ def _product_of_unpacked(
     """
     n_rows, size = weight.shape
     block = min(n_rows, max(ROW_BLOCK, SCRATCH // (size * x.element_size()) // ROW_BLOCK * ROW_BLOCK))
-    needed, kept = block * size * x.element_size(), thread_scratch()
+    needed, kept = block * size * x.element_size(), vars(_thread).setdefault("memory", {})
     memory = kept.get(x.device)
     if memory is None or len(memory) < needed:
         memory = torch.empty(needed if x.is_cpu else max(needed, SCRATCH), dtype=torch.uint8, device=x.device)
@@ -194,16 +194,10 @@ def _product_of_unpacked(
     return whole
 
 
-def thread_scratch() -> dict[torch.device, Tensor]:
-    """Return this thread's scratch memory, which recorded graphs need as long as they live."""
-    kept: dict[torch.device, Tensor] = vars(_thread).setdefault("memory", {})
-    return kept
-
-
 @contextmanager
 def scratch_in(memory: dict[torch.device, Tensor]) -> Iterator[None]:
-    """Let this thread's products inside `with` use other scratch memory, so that graphs can run in other threads."""
-    own, _thread.memory = thread_scratch(), memory
+    """Let this thread's products use other scratch memory inside `with`: a recorded graph may run in any thread."""
+    own, _thread.memory = vars(_thread).get("memory", {}), memory
     try:
         yield
     finally:

@@ -271,7 +271,6 @@ METHODS = {
     "longheads": {"chunk_size": 4, "chunks": 6},
     "quest": {"page": 4, "dense_layers": 0},
     "reattention": {"span": 4},
-    "xattention": {"block_size": 8},
     "infllm": {"block_size": 4, "sinks": 4, "local": 10, "top_k": 6, "repr_tokens": 2},
     "esa": {"sinks": 4, "local": 10, "top_k": 24, "eps": 2, "compress": "pca", "low_dim": 8},
 }

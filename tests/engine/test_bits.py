@@ -26,8 +26,8 @@ from tests.gguf_models import as_saved, save_gguf
 from tests.running import threads
 
 # Queries of a block choose together; a block begins where a kept prompt ends. Where that is within a block, esa and
-# infllm choose for fewer queries, and xattention attends all keys.
-BY_BLOCKS = {"esa", "infllm", "xattention"}
+# infllm choose for fewer queries.
+BY_BLOCKS = {"esa", "infllm"}
 METHODS = [name for name in available() if name not in BY_BLOCKS]
 KNOBS: dict[str, dict[str, Any]] = {
     "longheads": {"chunk_size": 8, "share": "head"},

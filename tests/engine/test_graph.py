@@ -18,6 +18,7 @@ from torch import Tensor
 import lce
 from lce.attention import Attended, Attention, Runs, Turn, rotate
 from lce.attention.compiled import Compiled
+from lce.cache.lanes import rows_of
 from lce.engine.graph import DriverSteps, Graphs
 from lce.engine.lanes import one_by_one
 from lce.engine.recorder import KernelLists
@@ -36,7 +37,6 @@ MORE: dict[str, Method] = {
     "quest": Quest(page=8, budget=32, dense_layers=1),
     "self_extend": SelfExtend(local=10),
     "lm_infinite": lce.methods.LMInfinite(local=30),
-    "xattention": lce.methods.XAttention(block_size=16),
     "shared": LongHeads(chunk_size=8, chunks=4, share="group", placement="constant"),
 }
 PROMPT = [(7 * i * i + 3) % 250 + 10 for i in range(50)]
@@ -221,7 +221,7 @@ def test_a_closed_context_frees_its_memory_at_once(tiny_model: Path) -> None:
     context = engine.prefill(PROMPT, length=200)
     engine.generate([5], context=context, max_tokens=6)
     assert graph_of(engine, context).n_replayed > 0
-    memory = [ref(x) for x in context.cache.memory if x is not None]
+    memory = [ref(x) for x, *_ in rows_of(context.cache)]
     gc.disable()
     try:
         context.close()

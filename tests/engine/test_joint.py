@@ -15,10 +15,12 @@ from torch import Tensor
 
 import lce
 from lce import gpu
-from lce.attention import Attended, LaneRows, Runs
+from lce.attention import Attended, Runs
+from lce.cache.lanes import rows_of
 from lce.engine.graph import Graphs
 from lce.engine.lanes import Lane, forward
 from lce.engine.running import lane_of
+from lce.kernels.runtime.launching import Rows
 from lce.methods import LongHeads, Method, decoding
 from tests.engine.test_graph import MORE, PROMPT, Again, PlainRuns, graph_of, same_state
 from tests.pretended import Gpus
@@ -33,7 +35,7 @@ NAMES = [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE i
 class JointRuns(PlainRuns):
     """A decode step by PyTorch's operators, or for several contexts by the kernel."""
 
-    def decode(self, q: Tensor, k: Tensor | LaneRows, v: Tensor | LaneRows, runs: Runs) -> Attended:
+    def decode(self, q: Tensor, k: Rows, v: Rows, runs: Runs) -> Attended:
         if isinstance(k, Tensor):
             return super().decode(q, k, v, runs)
         return gpu.decoding.attend_runs(q, k, v, runs.first, runs.count, runs.turn, *runs.turns, runs.most)
@@ -162,7 +164,7 @@ def test_lanes_of_other_methods_and_closed_ones_are_no_hindrance(tiny_model: Pat
     forward(engine.setup.model, lanes, engine.setup.recorder)
     assert all(lane.error is None for lane in lanes)
     assert len(engine.setup.recorder.recorded) == 2
-    memory = [ref(x) for x in alone.cache.memory if x is not None]
+    memory = [ref(x) for x, *_ in rows_of(alone.cache)]
     del lanes
     alone.close()
     assert not [x for x in memory if x() is not None]

@@ -37,7 +37,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("pages", {"select": "lowdim", "select.compress": "pca", "select.low_dim": 16, "placement": "grouped"}),
     ("pages", {"select": "oracle", "placement": "constant"}),
     ("reattention", {}),
-    ("xattention", {"block_size": 16}),
 ]
 SMALL = {"longheads": {"chunk_size": 8}, "infllm": {"block_size": 8, "top_k": 3, "sinks": 4}, "esa": {"sinks": 4}}
 

@@ -160,7 +160,7 @@ def test_a_step_with_weights_of_several_types_is_replayed(
 
 PAGES: dict[str, object] = {"page": 4, "budget": 24}
 ALIKE: list[tuple[str, dict[str, object]]] = [
-    *((name, {}) for name in "full dca streaming rerope self_extend lm_infinite xattention".split()),
+    *((name, {}) for name in "full dca streaming rerope self_extend lm_infinite".split()),
     ("longheads", {"chunk_size": 8, "prefill_method": "self_extend"}),  # a prompt is handed over
     *(("longheads", {"chunk_size": 8, **more}) for more in ({}, {"placement": "true"})),
     ("quest", {"dense_layers": 0, **PAGES}),

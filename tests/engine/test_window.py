@@ -83,7 +83,7 @@ def test_the_line_names_the_methods_that_read_on() -> None:
     named = line.rpartition(": ")[2].split(", ")
     assert "pages" not in named
     assert {"dca", "esa", "infllm"} <= set(named)
-    assert not {"streaming", "lm_infinite", "full", "quest", "self_extend", "xattention"} & set(named)
+    assert not {"streaming", "lm_infinite", "full", "quest", "self_extend"} & set(named)
     assert line.isprintable()
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lce.kernels.product.quantised import QuantisedMatrix, parts_of
-from lce.kernels.rows.lane_rows import LaneRows
+from lce.kernels.runtime.launching import LaneRows
 from lce.kernels.runtime.shared import INT4, INT8, Layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU, Triton's interpreter runs the kernels

@@ -125,7 +125,6 @@ def methods(n_heads: int, n_kv_heads: int) -> dict[str, Method]:
         "pages growing": pages("page=4 budget=16 budget.growth=linear placement=constant share=group"),
         "pages growing side by side": pages("page=4 budget=16 budget.growth=sqrt"),
         "reattention": own.ReAttention(span=4, top_k=3, local=9),
-        "xattention": own.XAttention(block_size=8, stride=4, top_p=1.0),
         "infllm": own.InfLLM(block_size=8, repr_tokens=2, top_k=3, sinks=3, local=20),
         "esa": own.ESA(**some, low_dim=3, maps=low),
         "esa exact": own.ESA(**some, compress="none"),

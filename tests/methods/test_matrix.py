@@ -116,10 +116,6 @@ KNOBS: dict[str, list[dict[str, object]]] = {
         "group=auto local=30"
     ),
     "streaming": cases("sinks=0, sinks=9 local=5, sinks=1 local=1"),
-    "xattention": cases(
-        "stride=4, stride=1, stride=3 block_size=6 top_p=0.5, stride=2 block_size=16 top_p=0.7, "
-        "stride=4 block_size=12 top_p=1.0"
-    ),
 }
 CASES = [(name, {**NEEDS.get(name, {}), **knobs}) for name in available() for knobs in [{}, *KNOBS.get(name, [])]]
 # Methods for analysis read every key, from whichever tier: where only tiers differ, one short case of each is enough.
@@ -186,8 +182,6 @@ def exact_length(method: Method) -> int | None:
             return sinks + local
         case "rerope":
             return local + 1
-        case "xattention":
-            return None if knobs["top_p"] == 1 else 2 * knobs["block_size"]
         case "self_extend":
             return local if knobs["group"] != "auto" else knobs["far"] + 1
     return 1

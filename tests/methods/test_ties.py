@@ -31,7 +31,6 @@ TIED = [
     *(f"pages select={name} page=4 budget=32 placement=constant share=group" for name in ("bounds", "best_key")),
     "pages page=4 budget=32 queries=page",
     "pages page=4 budget=16 budget.growth=linear select=mean",
-    "xattention stride=2 block_size=4 top_p=0.5",
 ]
 
 

@@ -84,6 +84,7 @@ def _patch_cuda(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         "graph": lambda cuda_graph, *args, **options: Capture(gpus, cuda_graph, *args, **options),
         "current_stream": gpus.current_stream,
         "stream": gpus.on_stream,
+        "graph_pool_handle": lambda: (0, 1),
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)

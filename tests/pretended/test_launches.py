@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import lce
-from lce.engine.graph import DecodeGraph
+from lce.engine.graph import DriverSteps
+from lce.engine.running import lane_of
 from lce.engine.tape import CudaTape, Work
 from lce.kernels.runtime import launching
 from lce.methods import DualChunk, Full, LongHeads, Method, Quest
@@ -19,33 +20,37 @@ tl = pytest.importorskip("triton.language")
 ATTENTION = ["_append", "_merge_row", "_rows_together"]
 CHOICE = ["_append", "_choose", "_merge_row", "_one_row", "_score"]
 PRODUCTS = ["_product"] * 4
-SUMMARY = ["_rotate", "_softmax", "_to_copy", "amax", "bmm", "cat", "div", "div", "floor_divide", "index_copy_"]
-SUMMARY += ["index_select", "index_select", "mean", "mul", "sum", "sum"]
+SUMMARY = ["_rotate", "_softmax", "_to_copy", "amax", "bmm", "div", "div", "mean", "mul", "sum", "sum"]
+SUMMARY += ["_append", "_append", "_take_lanes", "_take_lanes", "_take_lanes"]
 CASES: dict[str, tuple[Method, list[str]]] = {  # what a layer launches
     "completes": (LongHeads(chunk_size=17, chunks=4), [*ATTENTION, "_choose", "_score", *PRODUCTS, *SUMMARY]),
     "full": (Full(), ATTENTION + PRODUCTS),
     "dca": (DualChunk(chunk_size=16), ATTENTION + PRODUCTS),
-    "longheads": (LongHeads(chunk_size=8, chunks=4, share="head"), CHOICE + PRODUCTS + ["index_copy_"]),
+    "longheads": (LongHeads(chunk_size=8, chunks=4, share="head"), CHOICE + PRODUCTS + ["_append"]),
     "quest": (Quest(page=8, budget=32, dense_layers=0), CHOICE + PRODUCTS + ["_rotate"]),
 }
-AROUND = 40  # what all layers share, the embedding and the head
+AROUND = 46  # what all layers share, the embedding and the head
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_launches_of_a_step(name: str, triton_gpus: Gpus, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "n_lanes"), [*((name, 1) for name in CASES), ("longheads", 3)])
+def test_launches_of_a_step(
+    name: str, n_lanes: int, triton_gpus: Gpus, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method, expected = CASES[name]
     engine = lce.load(tiny_model, method, device="cuda", dtype="bfloat16")
     with monkeypatch.context() as patch:
         patch.setattr(launching, "installed", lambda: False)  # fast
-        context = engine.prefill(tokens(50), length=64)
-    bound = engine.method.bound(51)
-    assert bound is not None
+        contexts = [engine.prefill(tokens(50), length=64) for _ in range(n_lanes)]
+    for context in contexts:
+        context.token_ids.append(7)
     counted = []
     for n_layers in (2, 1):
         monkeypatch.setattr(engine.setup.model, "_of_generated", engine.setup.model._of_generated[:n_layers])
-        setup, tape = engine.setup, CudaTape(engine.setup.device)
-        graph = DecodeGraph(setup.model, setup.driver, context.cache, tape)
-        work = graph._prepared(context.cache, context.rope, bound, 50).work
+        lanes = [lane_of(engine.setup, each, each.uncached, decoding=True) for each in contexts]
+        graph = DriverSteps(engine.setup.model, lanes[0], CudaTape)
+        bound, tape = graph._bound(lanes[0]), graph.tape
+        assert bound is not None
+        work = graph._prepared(lanes, bound).work
 
         def count(work: Work = work) -> None:
             with triton_gpus.counting() as counts:

@@ -1,16 +1,13 @@
 """Scores and choices of chunks on GPUs; the host never waits for the device."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from lce.kernels.rows.lane_rows import ALIGNED, LaneRows
 from lce.kernels.rows.rows_triton import heads as vectors_of
-from lce.kernels.runtime.launching import MOST_CHUNKS, launch
+from lce.kernels.runtime.launching import ALIGNED, MOST_CHUNKS, LaneRows, Rows, launch
 
 _ALIGN = tl.constexpr(ALIGNED)
 _TILE = 1 << 13  # numbers of chunk summaries that a program of `_score` reads at a time
@@ -47,7 +44,7 @@ def scores_of_few(q: Tensor, keys: Tensor) -> Tensor:
 
 def best_runs(
     q: Tensor,
-    summaries: Tensor | LaneRows,
+    summaries: Rows,
     position: Tensor,
     size: int,
     n: int,
@@ -105,12 +102,7 @@ def runs_of_chunks(chosen: Tensor, size: int, position: Tensor | None) -> tuple[
 
 
 def _scored(
-    q: Tensor,
-    keys: Tensor | LaneRows,
-    choosers: int,
-    position: Tensor | None = None,
-    size: int = 1,
-    least: bool = False,
+    q: Tensor, keys: Rows, choosers: int, position: Tensor | None = None, size: int = 1, least: bool = False
 ) -> Tensor:
     """Return scores `[C, T, M]` of M keys for T queries, each the sum over one of C groups of heads.
 
@@ -118,18 +110,16 @@ def _scored(
     """
     (heads, n, dim), n_keys, together, bounds = q.shape, keys.shape[1], len(q) // choosers, len(keys.shape) == 4
     q = q if q.stride(2) == 1 else q.contiguous()
-    if isinstance(keys, LaneRows):
-        assert keys.dtype is q.dtype, (keys.dtype, q.dtype)
-        vectors: tuple[Any, ...] = keys.table, keys.shape[0]
-    else:
+    if isinstance(keys, Tensor):
         dense = keys.stride(-1) == 1 and (not bounds or (keys.shape[2] == 2 and keys.stride(2) == dim))
-        vectors = vectors_of(keys if dense else keys.contiguous())
+        keys = keys if dense else keys.contiguous()
+    assert isinstance(keys, Tensor) or keys.dtype is q.dtype, (keys.dtype, q.dtype)
     out = torch.empty(choosers, n, n_keys, dtype=torch.float32, device=q.device)
     width = triton.next_power_of_2(dim)
     block = max(16, min(64, _TILE // width) // min(4, triton.next_power_of_2(together)))
     grid, at = (triton.cdiv(n_keys, block), choosers * n), () if position is None else (position,)
     constants = {"HEADS": (together, heads // keys.shape[0]), "SCORE": (bounds, least)}
-    given = vectors_of(q), vectors, out, at, (n, dim, size), n_keys
+    given = vectors_of(q), vectors_of(keys), out, at, (n, dim, size), n_keys
     launch(_score, grid, *given, **constants, BLOCK=block, DIM=width)
     return out
 

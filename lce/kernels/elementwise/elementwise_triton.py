@@ -8,9 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from lce.kernels.rows.lane_rows import LaneRows
 from lce.kernels.rows.rows_triton import heads as vectors_of
-from lce.kernels.runtime.launching import launch
+from lce.kernels.runtime.launching import LaneRows, Rows, launch
 
 _NUMBERS = 2048  # numbers that a program computes at a time
 
@@ -85,13 +84,7 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
 
 
 def append(
-    k: Tensor,
-    v: Tensor,
-    into_k: Tensor | LaneRows,
-    into_v: Tensor | LaneRows,
-    at: int | Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    k: Tensor, v: Tensor, into_k: Rows, into_v: Rows, at: int | Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> None:
     """Copy `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; if given, `cos sin [T, D/2]` rotate k.
 
@@ -103,30 +96,28 @@ def append(
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     turn = () if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     assert all(x.shape == (n, dim // 2) for x in turn), [x.shape for x in turn]
-    if isinstance(into_k, LaneRows) and isinstance(into_v, LaneRows) and isinstance(at, Tensor):
-        for x in (into_k, into_v):
-            fits = x.table.shape == (n, heads) and len(at) == n and x.dtype is k.dtype
-            assert fits, (k.shape, at.shape, x)
+    place: tuple[Tensor, ...] = (at,) if isinstance(at, Tensor) else ()
+    start = 0 if isinstance(at, Tensor) else at
+    assert place or 0 <= start <= into_k.shape[1] - n, (k.shape, into_k.shape, at)
+    assert not place or (place[0].numel() in (1, n) and place[0].dtype == torch.int64), at
+    if isinstance(into_k, LaneRows) and isinstance(into_v, LaneRows):
+        fits = all(x.table.shape == (*place[0].shape, heads) and x.dtype is k.dtype for x in (into_k, into_v))
         into: tuple[Any, ...] = into_k.table, into_v.table
-        place: tuple[Tensor, ...] = at, into_k.count
+        place += (into_k.count,)
     else:
         assert isinstance(into_k, Tensor)
         assert isinstance(into_v, Tensor)
-        assert into_k.shape == into_v.shape
-        assert into_k.shape[::2] == (heads, dim), (k.shape, into_k.shape)
-        assert isinstance(at, Tensor) or 0 <= at <= into_k.shape[1] - n, (k.shape, into_k.shape, at)
-        assert not isinstance(at, Tensor) or (at.numel() == 1 and at.dtype == torch.int64), at
-        dense = all(into.stride(2) == 1 for into in (into_k, into_v)) and into_k.stride() == into_v.stride()
-        assert dense, (into_k.stride(), into_v.stride())
-        into, place = (into_k, into_v, *into_k.stride()[:2]), (at,) if isinstance(at, Tensor) else ()
+        fits = into_v.shape == into_k.shape and into_k.shape[::2] == (heads, dim) and into_k.stride(2) == 1
+        fits, into = fits and into_k.stride() == into_v.stride(), (into_k, into_v, *into_k.stride()[:2])
+    assert fits, (k.shape, into_k, into_v)
     rows, width = _rows_of(dim // 2)
-    counts, start = (heads * n, n), 0 if isinstance(at, Tensor) else at
+    counts = heads * n, n
     grid, vectors = (triton.cdiv(heads * n, rows),), (vectors_of(k), vectors_of(v))
     launch(_append, grid, *vectors, turn, into, place, start, counts, dim // 2, ROWS=rows, HALF=width)
 
 
 def take_lanes(rows: LaneRows, first: Tensor | None, n: int) -> Tensor:
-    """Return what `LaneRows.take` returns. One launch. Bytes moved: the rows once."""
+    """Return copies `[heads, B, n, …]` of rows `first[b]..` of B contexts; None: from row 0 on. One launch."""
     (heads, _, *row), n_lanes = rows.shape, len(rows.table)
     taken = torch.empty(heads, n_lanes, n, *row, dtype=rows.dtype, device=rows.table.device)
     size = taken[0, 0].numel()

@@ -15,9 +15,8 @@ from torch import Tensor
 from triton.language import constexpr
 
 from lce.kernels.merge import merging_triton as merging
-from lce.kernels.rows.lane_rows import ALIGNED, LaneRows
 from lce.kernels.rows.rows_triton import LN2, Blocks, attend_keys, finish, heads, load_turned, nothing_seen, score_scale
-from lce.kernels.runtime.launching import launch
+from lce.kernels.runtime.launching import ALIGNED, LaneRows, Rows, launch
 
 LONGEST, SHORTEST = 512, 64  # the largest and the smallest number of tokens of a piece
 ALIGN = tl.constexpr(ALIGNED)
@@ -25,15 +24,7 @@ ENOUGH = 528  # programs that keep a GPU with 132 processors busy
 
 
 def attend_runs(
-    q: Tensor,
-    k: Tensor | LaneRows,
-    v: Tensor | LaneRows,
-    first: Tensor,
-    count: Tensor,
-    turn: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    most: int,
+    q: Tensor, k: Rows, v: Rows, first: Tensor, count: Tensor, turn: Tensor, cos: Tensor, sin: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of unrotated queries `q [H, B, D]` to runs of tokens of `k v [G, N, D]`, or of B contexts' own.
 
@@ -53,27 +44,22 @@ def attend_runs(
     assert turn.shape == (n_runs,), turn.shape
     assert first.dtype == count.dtype == turn.dtype == torch.int64
     assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2), (cos.shape, sin.shape)
-    assert q.stride(-1) == 1
+    assert all(x.stride(-1) == 1 for x in (q, k, v) if isinstance(x, Tensor))
     assert together or n_queries == 1, n_queries
     first, count, turn, cos, sin = (x.contiguous() for x in (first, count, turn, cos, sin))
     rep = n_heads // n_kv_heads
     rows = rep if n_choosers < n_heads else 1  # query heads of a program
     piece = _piece(most, n_heads // rows * n_queries * n_runs)
     n_pieces = max(1, -(-most // piece))
-    parts = torch.empty(n_runs * n_pieces, n_heads, n_queries, dim, dtype=torch.float32, device=q.device)
+    parts = torch.empty(n_runs * n_pieces, n_queries, n_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
     kernel, options = _kernel_of(q.dtype, dim, rows, rep)
-    grid, vectors = (n_runs * n_pieces, n_heads // rows * n_queries), (heads(q), _keys(k), _keys(v))
+    grid, vectors = (n_runs * n_pieces, n_heads // rows * n_queries), (heads(q), heads(k), heads(v))
     runs, sizes = (first, count, turn, cos, sin), (n_runs, n_pieces, piece, n_heads, n_queries, cos.shape[1])
     share = n_heads // n_choosers  # query heads that see the same runs
     launch(kernel, grid, *vectors, runs, parts, lses, sizes, score_scale(dim), SHARE=share, **options)
-    return merging.merge_pieces(parts, lses, q.dtype)
-
-
-def _keys(x: Tensor | LaneRows) -> tuple[Any, ...]:
-    """Return keys or values as a kernel's argument: `Heads`, or the table of addresses and the number of heads."""
-    assert isinstance(x, LaneRows) or x.stride(-1) == 1
-    return (x.table, x.shape[0]) if isinstance(x, LaneRows) else heads(x)
+    out, lse = merging.merge_pieces(parts, lses, q.dtype)
+    return out.transpose(0, 1), lse.mT
 
 
 def _kernel_of(dtype: torch.dtype, dim: int, rows: int, rep: int) -> tuple[Any, dict[str, Any]]:
@@ -108,7 +94,7 @@ def _run_of(runs, sizes, chooser, query):
 
 @triton.jit
 def _rows_at(x, q, query, head, token, B: constexpr):
-    """Return a pointer to a token's key or value, and the stride of tokens: see `_keys`."""
+    """Return a pointer to a token's key or value, and the stride of tokens: see `heads`."""
     if len(x) == 2:
         at = tl.multiple_of(tl.load(x[0] + query * x[1] + head).to(q.at.dtype), ALIGN)
         return at + token * B.dim, B.dim
@@ -157,7 +143,7 @@ def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: co
     seen = whole != 0.0
     whole = tl.where(seen, whole, 1.0)
     out = tl.sum(sums * shrink[:, None], 0) / whole
-    at = (part.to(tl.int64) * sizes[3] + head) * sizes[4] + query
+    at = (part.to(tl.int64) * sizes[4] + query) * sizes[3] + head
     tl.store(parts + at * B.dim + column, out, mask=held)
     tl.store(lses + at, tl.where(seen, (highest + tl.log2(whole)) * LN2, float("-inf")))
 
@@ -176,7 +162,7 @@ def _rows_together(q, k, v, runs, parts, lses, sizes, scale, SHARE: constexpr, R
     state, span = nothing_seen(B.rows, B.wide), (row * 0, row * 0 + stop)
     state = attend_keys(halves, keys, values, (begin, stop), span, state, scale, B, True)
     out, lse = finish(state)
-    at = (part.to(tl.int64) * sizes[3] + head) * sizes[4] + query
+    at = (part.to(tl.int64) * sizes[4] + query) * sizes[3] + head
     seen = (held & (state[1] != 0.0))[:, None] & (column < B.dim)[None, :]
     tl.store(parts + at[:, None] * B.dim + column[None, :], out, mask=seen)
     tl.store(lses + at, lse, mask=held)

@@ -11,13 +11,13 @@ padded to a power of two.
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lce.kernels.runtime.launching import DTYPES
+from lce.kernels.runtime.launching import DTYPES, LaneRows, Rows
 
 LOWEST = tl.constexpr(-3.0e38)  # stands for the largest score of a row that has seen no key; -inf would give NaN
 LN2 = tl.constexpr(0.6931471805599453)
@@ -48,8 +48,9 @@ class Heads(NamedTuple):
     row: int
 
 
-def heads(x: Tensor) -> Heads:
-    return Heads(x, x.stride(0), x.stride(1))
+def heads(x: Rows) -> Any:
+    """Return `Heads`; or for rows of several contexts, the table of addresses and the number of heads."""
+    return (x.table, x.shape[0]) if isinstance(x, LaneRows) else Heads(x, x.stride(0), x.stride(1))
 
 
 @dataclass(frozen=True)

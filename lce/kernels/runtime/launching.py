@@ -7,6 +7,7 @@ imported, kernels run in Triton's interpreter on CPU tensors, slowly and without
 
 import importlib.util
 import os
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,8 +17,26 @@ from torch import Tensor
 from lce.progress import notice
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that kernels read; arithmetic is float32
+ALIGNED = 16  # the bytes of which addresses of rows are multiples, so that a thread reads as many at once
 MOST_ROWS = 4  # the largest number of rows of x that `products.product` takes
 MOST_CHUNKS = 1 << 14  # the largest number of chunks that `choices` chooses from: one program holds all in registers
+
+
+@dataclass(frozen=True, eq=False)
+class LaneRows:
+    """Rows of numbers of B contexts, `shape` `[heads, rows, …]` each: at most as many rows as the longest one may have.
+
+    `table [B, heads]` (int64, on the device) has the address of each head's row 0. Rows of the first `count [1]`
+    contexts may be written; the others stand in for none, so that B is one of a few numbers.
+    """
+
+    table: Tensor
+    count: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Rows = Tensor | LaneRows  # of one context, or of several
 
 
 @cache
