@@ -120,14 +120,9 @@ class DriverSteps:
     """
 
     def __init__(self, model: Model, like: Lane, tape_of: Callable[[torch.device, int], CudaTape]) -> None:
-        """Prepare for lanes that are `like` one of them."""
         layout, method = like.cache.layout, like.driver.method
-        self.model, self.driver, self.rope, self.tape = (
-            model,
-            like.driver,
-            like.rope,
-            tape_of(layout.device, 2 * MOST_LANES),
-        )
+        self.model, self.driver, self.rope = model, like.driver, like.rope
+        self.tape = tape_of(layout.device, 2 * MOST_LANES)
         self.inputs = torch.zeros(2, MOST_LANES, dtype=torch.int64, device=layout.device)  # tokens, and their indices
         self.numbers = torch.zeros(MOST_LANES, 2, dtype=torch.int64, device=layout.device)
         self.refused, self.joins = "", True  # whether recordings serve any contexts
