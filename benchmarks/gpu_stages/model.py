@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -81,18 +82,26 @@ def beside(setup: Setup, length: int) -> None:
     if setup.model is None or not setup.model.is_dir():
         return
     with setup.record.attempt(f"transformers at {length}") as cell:
-        import transformers
-
         free(setup)
-        model = transformers.AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.bfloat16)
-        model = model.to(setup.device).eval()
+        model = transformers_model(setup)
         ids = [7 + i % 1000 for i in range(length)]
         forward(setup, model, ids, 3)
         cell.update(method="transformers", length=length, **forward(setup, model, ids, NEW_TOKENS))
 
 
+def transformers_model(setup: Setup) -> Any:
+    """Load the checkpoint with transformers."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.bfloat16)
+    return model.to(setup.device).eval()
+
+
 def lanes(setup: Setup) -> None:
-    """Measure answers to 1, 8 and 32 prompts at once: tokens a second of all together, prompts not counted."""
+    """Measure answers to 1, 8 and 32 prompts at once: tokens a second of all together, without and with prompts.
+
+    `others` counts the tokens that differ from those of the same prompts asked one by one.
+    """
     counts, prompt, answer = (LANES, PROMPT, ANSWER) if not setup.tiny else ((1, 2), 40, 4)
     first: lce.Engine | None = None
     for name in ("full", "longheads"):
@@ -102,16 +111,32 @@ def lanes(setup: Setup) -> None:
             with setup.record.attempt(f"{name}, {n} lanes") as cell, engine.batch(max_lanes=n) as batch:
                 for part in ("first ", ""):
                     prompts = [random_ids(engine, prompt, seed=i) for i in range(n)]
+                    began = time.perf_counter()
                     for stream in [batch.read(each) for each in prompts]:
                         list(stream)
                     started = time.perf_counter()
-                    for stream in [batch.stream(each, max_tokens=answer, temperature=0) for each in prompts]:
-                        list(stream)
-                    cell[f"{part}tok/s"] = n * answer / (time.perf_counter() - started)
+                    streams = [batch.stream(each, max_tokens=answer, temperature=0) for each in prompts]
+                    found = [stream.finish().token_ids for stream in streams]
+                    ended = time.perf_counter()
+                    cell[f"{part}tok/s"] = n * answer / (ended - started)
+                    cell[f"{part}whole tok/s"] = n * answer / (ended - began)
+                alone = [engine.generate(each, max_tokens=answer, temperature=0).token_ids for each in prompts]
+                pairs = itertools.chain(*map(zip, found, alone))
+                cell["others"] = sum(a != b for a, b in pairs)
         if setup.model is not None:
             with setup.record.attempt(f"{name}, lce serve") as cell:
                 more = ["--method", name, "--lanes", ",".join(map(str, counts)), "--only", "lanes", "--repeats", "1"]
                 cell["said"] = said(setup, [str(ROOT / "benchmarks/serving.py"), "-m", str(setup.model), *more])
+    if setup.model is not None and setup.model.is_dir():
+        with setup.record.attempt(f"transformers, {counts[-1]} prompts in one static batch") as cell:
+            free(setup)
+            ids = torch.tensor([random_ids(engine, prompt, seed=i) for i in range(counts[-1])], device=setup.device)
+            model = transformers_model(setup)
+            for part in ("first ", ""):
+                started = time.perf_counter()
+                model.generate(ids, max_new_tokens=answer, min_new_tokens=answer, do_sample=False)
+                setup.synchronize()
+                cell[f"{part}whole tok/s"] = counts[-1] * answer / (time.perf_counter() - started)
 
 
 def packed(setup: Setup) -> None:

@@ -432,7 +432,7 @@ class OpenChunk(MethodState):
         rows, chunk_id = self._held
         if rows is not None:  # a discarded pass, or a truncated text, may have left rows after the committed ones
             rows = rows.clone()
-            rows[:, max(0, n_tokens - chunk_id * self.size) :] = 0
+            rows[:, max(0, min(n_tokens - chunk_id * self.size, self.size - 1)) :] = 0  # a chunk's last row is not read
         return rows, min(chunk_id, n_tokens // self.size)
 
 

@@ -19,6 +19,7 @@ from lce.attention import Attention
 from lce.cache.kv import KVCache
 from lce.cache.lanes import LaneTable
 from lce.cache.layout import Budgets
+from lce.engine.lanes import MOST_LANES
 from lce.engine.setup import Planned
 from lce.methods.decoding import completes
 from lce.methods.run import Driver
@@ -31,7 +32,7 @@ from lce.weights.packed import ROW_BLOCK, Scheme, Stacked
 
 FEW = 20, 4, 3, 2  # tokens: blocks of few tokens take kernels of their own
 SHORTEST, FARTHEST, WINDOWS = 128, 1 << 17, 16  # tokens, and windows: steps behind longer texts take few other kernels
-LANES = 2, 4, 8  # that share a step: more take the kernels of 8
+LANES = 1, 2, 4, 8  # that share a step: more take the kernels of 8
 META = torch.device("meta")
 
 
@@ -88,11 +89,12 @@ def _read_texts(made: Planned, driver: Driver, schemes: Mapping[str, Scheme]) ->
             bound = driver.method.bound(stop) if driver.method.promised("recorded") and cache.has_space(stop) else None
             if bound is not None:
                 last = completes(cache, stop - 1)
-                _pass(model, 1, True, driver.recorded(cache.layers, turned, at[:1], bound, last))
-                with suppress(Exception):  # what fails here decodes lane by lane
+                try:
+                    table: Any = LaneTable(cache, MOST_LANES)
                     for n in LANES:
-                        layers: Any = LaneTable(cache, n).layers(n, bound)
-                        _pass(model, n, True, driver.recorded(layers, turned, at[:n], bound, last))
+                        _pass(model, n, True, driver.recorded(table.layers(n, bound), turned, at[:n], bound, last))
+                except Exception:  # steps of such methods are recorded for each context
+                    _pass(model, 1, True, driver.recorded(cache.layers, turned, at[:1], bound, last))
             read(cache, 1, decoding=True)
         length *= 2
 

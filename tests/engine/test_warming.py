@@ -78,6 +78,12 @@ def test_nothing_is_compiled_behind_loading(
         engine.generate(tokens(n), max_tokens=5)
         assert "_dense_rows" in {x[0] for x in kernels["launched"]}
         assert not kernels["launched"] - kernels["compiled"], f"{n} tokens"
+    kernels["launched"].clear()
+    with engine.batch() as batch:
+        for stream in [batch.stream(tokens(n), max_tokens=4) for n in (101, 102, 103)]:
+            stream.finish()
+    assert engine.setup.recorder.recorded[0].n_recorded, "steps of three lanes"
+    assert not kernels["launched"] - kernels["compiled"], "lanes"
 
 
 def test_what_a_short_prompt_launches_was_compiled(

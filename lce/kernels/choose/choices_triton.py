@@ -119,7 +119,7 @@ def _scored(
     block = max(16, min(64, _TILE // width) // min(4, triton.next_power_of_2(together)))
     grid, at = (triton.cdiv(n_keys, block), choosers * n), () if position is None else (position,)
     constants = {"HEADS": (together, heads // keys.shape[0]), "SCORE": (bounds, least)}
-    given = vectors_of(q), vectors_of(keys), out, at, (n, dim, size), n_keys
+    given = vectors_of(q), vectors_of(keys), out, at, (n_keys, n, size), dim
     launch(_score, grid, *given, **constants, BLOCK=block, DIM=width)
     return out
 
@@ -146,14 +146,14 @@ def _choose_into(
     launch(_choose, (triton.cdiv(n_rows, rows),), scores, must, into, at, sizes, KEEP=keep, **blocks)
 
 
-@triton.jit(do_not_specialize=["n_keys"])
-def _score(q, keys, out, position, sizes, n_keys, HEADS: constexpr, SCORE: constexpr, BLOCK: constexpr, DIM: constexpr):
+@triton.jit(do_not_specialize=["sizes"])
+def _score(q, keys, out, position, sizes, dim, HEADS: constexpr, SCORE: constexpr, BLOCK: constexpr, DIM: constexpr):
     """Score BLOCK chunks for one chooser and query; the D numbers of a vector are padded to DIM.
 
     HEADS: how many heads' scores are summed, and how many heads share a row of summaries. SCORE: whether summaries are
     the minimum and maximum of keys, and whether the smallest score is the best.
     """
-    n, dim, size = sizes
+    n_keys, n, size = sizes
     seen = n_keys
     first = tl.program_id(0) * BLOCK
     chooser, query = tl.program_id(1) // n, tl.program_id(1) % n
