@@ -6,8 +6,7 @@ Everything that changes from token to token is on the device: tokens, their indi
 driver: 1, 2, 4, 8, … of them, of which the lacking ones repeat the first and write nothing. There is a recording for
 each number of lanes, for each bound of texts' lengths, and for steps that complete a chunk and those that do not.
 
-Where a method's steps ask for more than rows at addresses, a recording is of one context, and reads its tensors. It is
-made again when these are replaced by larger ones.
+Where a step asks for more than rows at addresses, a recording is of one context, until its tensors are replaced.
 
 Under greedy sampling the step of the likeliest token is launched before the host knows that token. The step writes
 after the committed tokens, so its result can be dropped if the text ends or continues with another token.

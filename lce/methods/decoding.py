@@ -49,8 +49,8 @@ def bound_for(n_tokens: int) -> int:
 
 def completes(cache: KVCache, start: int) -> bool:
     """Return whether a method summarises a chunk as soon as the token at index `start` completes it."""
-    states = (state for layer in cache.layers for state in layer.state.values())
-    return any(isinstance(state, Summaries) and state.completes(start) for state in states)
+    states = (state for layer in reversed(cache.layers) for state in layer.state.values())
+    return next((state.completes(start) for state in states if isinstance(state, Summaries)), False)
 
 
 def decode_parts(method: Declaring, q: Tensor, cache: LayerCache, step: DeviceStep) -> Tensor:

@@ -76,7 +76,6 @@ def best_runs(
     assert fits, (q.shape, summaries.shape, choosers)
     fits = position.dtype == torch.int64 and position.numel() == q.shape[1] and min(n, summaries.shape[1]) > 0
     assert fits, (position.dtype, position.shape, n, summaries.shape)
-    assert q.shape[1] == 1 or isinstance(summaries, LaneRows), q.shape
     scores = _scored(q, summaries, choosers, position, size, least)
     first = torch.empty(*scores.shape[:2], min(n, summaries.shape[1]) + own, dtype=torch.int64, device=q.device)
     count = first.new_empty(first.shape)

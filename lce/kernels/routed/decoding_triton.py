@@ -35,8 +35,7 @@ def attend_runs(
     Time: O(H · tokens · D). Bytes moved: each key once per program that attends it, and H · D float32 numbers per piece
     and query.
     """
-    (n_heads, n_queries, dim), (n_choosers, _, n_runs) = q.shape, first.shape
-    n_kv_heads, together = k.shape[0], isinstance(k, LaneRows)
+    (n_heads, n_queries, dim), (n_choosers, _, n_runs), n_kv_heads = q.shape, first.shape, k.shape[0]
     assert k.shape == v.shape == (n_kv_heads, k.shape[1], dim), (k.shape, v.shape)
     assert n_heads % n_kv_heads == 0, (n_heads, n_kv_heads)
     assert n_choosers in (1, n_kv_heads, n_heads), n_choosers
@@ -45,7 +44,7 @@ def attend_runs(
     assert first.dtype == count.dtype == turn.dtype == torch.int64
     assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2), (cos.shape, sin.shape)
     assert all(x.stride(-1) == 1 for x in (q, k, v) if isinstance(x, Tensor))
-    assert together or n_queries == 1, n_queries
+    assert n_queries == 1 or isinstance(k, LaneRows), n_queries
     first, count, turn, cos, sin = (x.contiguous() for x in (first, count, turn, cos, sin))
     rep = n_heads // n_kv_heads
     rows = rep if n_choosers < n_heads else 1  # query heads of a program
