@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from lce.kernels.rows.rows_triton import heads as vectors_of
-from lce.kernels.runtime.launching import ALIGNED, MOST_CHUNKS, LaneRows, Rows, launch
+from lce.kernels.runtime.launching import ALIGNED, MOST_CHUNKS, Rows, launch
 
 _ALIGN = tl.constexpr(ALIGNED)
 _TILE = 1 << 13  # numbers of chunk summaries that a program of `_score` reads at a time
