@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lce.attention import Attention
 from lce.kernels.elementwise import elementwise as on_cpu
-from tests.kernels.truth import DEVICE, EPS, MOST, ON_GPU, gated, normed, random, rotated
+from tests.kernels.truth import DEVICE, EPS, MOST, ON_GPU, gated, lane_rows, normed, random, rotated
 
 MANY = on_cpu.ALONE // 16  # rows of 16 numbers that several threads share
 CLOSER = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # errors of merges on a CPU
@@ -238,3 +238,27 @@ def test_a_part_that_is_nan_is_not_hidden(room: str, value: float) -> None:
         assert found[0, 0].isnan().all()
         assert total[0, 0].isnan() == math.isnan(value)
         assert not found[0, 1:].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "n", [pytest.param(n, marks=[*ON_GPU, *([pytest.mark.slow] if n > 5 else [])]) for n in (1, 2, 5, 33)]
+)
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (80, torch.float16), (256, torch.float32)])
+def test_rows_of_several_contexts_are_written_and_read_where_they_are(n: int, dim: int, dtype: torch.dtype) -> None:
+    """The last context stands in for none; one of five writes no row."""
+    pytest.importorskip("triton")
+    from lce.kernels.elementwise import elementwise_triton as module
+
+    held = [random(2, 12 + b % 3, dim, dtype=dtype, seed=b).to(DEVICE) for b in range(n)]
+    before, k, v = [x.clone() for x in held], *(random(2, n, dim, dtype=dtype, seed=s).to(DEVICE) for s in (91, 92))
+    turns, at = random(2, n, dim // 2, dtype=dtype, seed=93).to(DEVICE), torch.arange(n, device=DEVICE) % 5 - 1
+    rows, values = lane_rows(held, n_written=max(1, n - 1)), [x.clone() for x in held]
+    module.append(k, v, rows, lane_rows(values, max(1, n - 1)), at, *turns)
+    first, turned = torch.arange(n, device=DEVICE) % 4, module.rotate(k, *turns)
+    for b in range(n):
+        if at[b] >= 0 and (b < n - 1 or n == 1):
+            before[b][:, at[b]] = turned[:, b]
+            assert torch.equal(values[b][:, at[b]], v[:, b])
+        assert torch.equal(held[b], before[b]), b
+        assert torch.equal(module.take_lanes(rows, first, 7)[:, b], held[b][:, first[b] : first[b] + 7])
+        assert torch.equal(module.take_lanes(rows, None, 5)[:, b], held[b][:, :5])
