@@ -44,14 +44,14 @@ _capturing = Lock()  # held by the thread that records: one thread may record at
 
 @dataclass(frozen=True)
 class Launched:
-    """A decode step that was launched, with its `logits [B, vocab]`.
+    """A decode step that was launched, with each lane's `logits [vocab]`.
 
     `read` waits for the step, and returns two numbers for each lane: the likeliest next token, and 1 if all logits are
     finite, else 0. A step that was launched early is for the token `token_id` at index `start`, and has written to the
     layers of which the first is `layer`.
     """
 
-    logits: Tensor
+    logits: Sequence[Tensor]
     read: Callable[[], list[int]]
     start: int
     layer: ReferenceType[LayerCache]
@@ -129,6 +129,7 @@ class DriverSteps:
         self.early: Launched | None = None  # the step that was launched early, if any
         self._n_missed = 0  # recordings that failed since the last one that did not
         self._table: LaneTable | None = None
+        self._logits: dict[int, Tensor] = {}  # by the number of lanes: one memory for all steps
         self._joint: dict[Any, RecordedStep] = {}
         self._own: WeakKeyDictionary[KVCache, dict[Any, RecordedStep]] = WeakKeyDictionary()
         self._scratch: dict[torch.device, Tensor] = {}  # a recording may run in other threads than it was made in
@@ -232,7 +233,7 @@ class DriverSteps:
         # `work` must not refer to this object, which refers to `work`: no cycle may keep the cache of a closed context.
         model, driver, rope = self.model, self.driver, self.rope
         (token, index), numbers = self.inputs[:, :n], self.numbers[:n]
-        kept = torch.zeros(n, model.config.vocab_size, dtype=torch.float32, device=token.device)
+        kept = self._logits.setdefault(n, torch.zeros(n, model.config.vocab_size, device=token.device))
 
         def work() -> None:
             """Compute `kept` and `numbers` from `token` and `index`, all on the device."""
@@ -246,10 +247,7 @@ class DriverSteps:
         return RecordedStep(work, bound, memory, kept)
 
     def _launch(self, step: RecordedStep, lanes: Sequence[Lane], later: int = 0) -> Launched:
-        """Launch the lanes' step, `later` tokens from now: then the token is the previous step's likeliest.
-
-        The first launch of a step runs kernel by kernel. The second one records the step and replays it.
-        """
+        """Launch the lanes' step; if that is `later`, of the likeliest token. A step is recorded the second time."""
         first = lanes[0]
         if later:
             self.inputs[0, :1].copy_(self.numbers[:1, 0])
@@ -274,8 +272,10 @@ class DriverSteps:
             else:
                 step.replay()
                 self.n_replayed += 1
-        reader, logits = self.tape.reader(self.numbers.view(-1)), step.logits[: len(lanes)].clone()
-        return Launched(logits, reader, first.start + later, ref(first.cache.layers[0]))
+        logits = [row.clone() for row in step.logits[: len(lanes)]]  # else a context's row keeps those of all
+        return Launched(
+            logits, self.tape.reader(self.numbers.view(-1)), first.start + later, ref(first.cache.layers[0])
+        )
 
     def _refuse(self, why: str) -> None:
         notice(f"steps are not recorded: {why}", logging.DEBUG)
