@@ -92,10 +92,9 @@ class Graphs(Recorder):
             for lane in lanes:
                 taken = lane.decoding and len(lane.token_ids) == 1
                 (groups.setdefault(self._steps_of(model, lane), []) if taken else left).append(lane)
-            cache = lanes[0].cache if len(lanes) == 1 else None
             # Else another thread's steps take turns with these, and each thread drops what the other launched early.
-            last, self._last = self._last, None if cache is None else ref(cache)
-            goes_ahead = last is not None and last == self._last
+            alone = ref(lanes[0].cache) if len(lanes) == 1 else None
+            goes_ahead, self._last = alone is not None and alone == self._last, alone
             for found, group in groups.items():
                 for first in range(0, len(group), MOST_LANES):
                     left += found.append(group[first : first + MOST_LANES], early, goes_ahead)
@@ -233,7 +232,8 @@ class DriverSteps:
         # `work` must not refer to this object, which refers to `work`: no cycle may keep the cache of a closed context.
         model, driver, rope = self.model, self.driver, self.rope
         (token, index), numbers = self.inputs[:, :n], self.numbers[:n]
-        kept = self._logits.setdefault(n, torch.zeros(n, model.config.vocab_size, device=token.device))
+        empty = torch.zeros(n, model.config.vocab_size, dtype=torch.float32, device=token.device)
+        kept = self._logits.setdefault(n, empty)
 
         def work() -> None:
             """Compute `kept` and `numbers` from `token` and `index`, all on the device."""
