@@ -211,15 +211,15 @@ def attend_spans(q: Tensor, placed: PlacedPart, cache: LayerCache, step: Step) -
     found, done, n = list[Attended](), 0, q.shape[1]
     for call in placed.calls:
         if call.first > done:
-            found.append(unseen(q, done, call.first))
+            found.append(_unseen(q, done, call.first))
         found.append(_attend_call(q, placed, call, cache, step))
         done = call.last
     if done < n:
-        found.append(unseen(q, done, n))
+        found.append(_unseen(q, done, n))
     return join(found, 1)
 
 
-def unseen(q: Tensor, first: int, last: int) -> Attended:
+def _unseen(q: Tensor, first: int, last: int) -> Attended:
     """Return the result of queries `first..last-1` of `q [H, T, D]`, which see no key."""
     lse = q.new_full((len(q), last - first), -torch.inf, dtype=torch.float32)
     return torch.zeros_like(q[:, first:last]), lse
