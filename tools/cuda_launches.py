@@ -86,6 +86,7 @@ def _attention() -> Iterator[Call]:
         yield Call(f"decode 4 rows {at}", partial(_decode, dtype, dim, 32, 8, 8), spills)
         yield Call(f"decode one row of lanes {at}", partial(_decode, dtype, dim, 8, 8, 8, n_lanes=8), spills)
         yield Call(f"decode 4 rows of lanes {at}", partial(_decode, dtype, dim, 32, 8, 8, n_lanes=8), spills)
+        yield Call(f"decode short runs {at}", partial(_decode, dtype, dim, 32, 8, 8, 8), spills)
         yield Call(f"dense one query {at}", partial(_dense, dtype, dim, 1, 1, 8192), spills)
         yield Call(f"dense block {at}", partial(_dense, dtype, dim, 1, 1024, 8192))
         yield Call(f"dense block window {at}", partial(_dense, dtype, dim, 4, 1024, 8192, 4096))

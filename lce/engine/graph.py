@@ -46,9 +46,8 @@ _capturing = Lock()  # held by the thread that records: one thread may record at
 class Launched:
     """A decode step that was launched, with each lane's `logits [vocab]`.
 
-    `read` waits for the step, and returns two numbers for each lane: the likeliest next token, and 1 if all logits are
-    finite, else 0. A step that was launched early is for the token `token_id` at index `start`, and has written to the
-    layers of which the first is `layer`.
+    `read` waits, and returns two numbers for each lane: the likeliest next token, and 1 if all logits are finite, else
+    0. One launched early is for the token `token_id` at index `start`, and wrote to the layers that begin with `layer`.
     """
 
     logits: Sequence[Tensor]

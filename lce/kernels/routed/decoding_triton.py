@@ -1,9 +1,9 @@
 """Attention of a decode step: one query per head attends runs of tokens, whose bounds are read on the device.
 
 There may be a query of each of several contexts, whose keys lie at addresses that are read on the device. Runs are cut
-into pieces. A program computes the attention of one query head to a piece, or of all query heads of a KV head if they
-see the same runs, so that the keys are read once. A second kernel merges the pieces. The grid depends on shapes alone,
-so a step can be recorded as a CUDA graph and replayed.
+into pieces, or several short ones are a piece. A program computes the attention of one query head to a piece, or of all
+query heads of a KV head if they see the same runs, so that the keys are read once. A second kernel merges the pieces.
+The grid depends on shapes alone, so a step can be recorded as a CUDA graph and replayed.
 """
 
 from typing import Any
@@ -20,6 +20,7 @@ from lce.kernels.runtime.launching import ALIGNED, LaneRows, Rows, launch
 
 LONGEST, SHORTEST = 512, 64  # the largest and the smallest number of tokens of a piece
 ALIGN = tl.constexpr(ALIGNED)
+MOST_RUNS = 16  # of a piece
 ENOUGH = 528  # programs that keep a GPU with 132 processors busy
 
 
@@ -32,8 +33,7 @@ def attend_runs(
     the tokens `first[c, b, s] .. first[c, b, s] + count[c, b, s] - 1`, at most `most` tokens: `first count [C, B,
     runs]`, int64. C is 1, G (each KV head has its own runs) or H (each query head has its own). For run s, query b is
     rotated by row `turn[s]` of `cos sin [B, n, D/2]`; `turn [runs]` is int64. Memory outside of the runs is not read.
-    Time: O(H · tokens · D). Bytes moved: each key once per program that attends it, and H · D float32 numbers per piece
-    and query.
+    Time: O(H · tokens · D). Bytes moved: each key once per program that attends it, and D float32 numbers per piece.
     """
     (n_heads, n_queries, dim), (n_choosers, _, n_runs), n_kv_heads = q.shape, first.shape, k.shape[0]
     assert k.shape == v.shape == (n_kv_heads, k.shape[1], dim), (k.shape, v.shape)
@@ -45,31 +45,31 @@ def attend_runs(
     assert cos.shape == sin.shape == (n_queries, cos.shape[1], dim // 2), (cos.shape, sin.shape)
     assert all(x.stride(-1) == 1 for x in (q, k, v) if isinstance(x, Tensor))
     assert n_queries == 1 or isinstance(k, LaneRows), n_queries
-    first, count, turn, cos, sin = (x.contiguous() for x in (first, count, turn, cos, sin))
-    rep = n_heads // n_kv_heads
+    runs = tuple(x.contiguous() for x in (first, count, turn, cos, sin))
+    rep, share = n_heads // n_kv_heads, n_heads // n_choosers  # query heads of a KV head, and that see the same runs
     rows = rep if n_choosers < n_heads else 1  # query heads of a program
-    piece = _piece(most, n_heads // rows * n_queries * n_runs)
+    n_rows = n_heads // rows * n_queries
+    piece = _piece(most, n_rows * n_runs)
     n_pieces = max(1, -(-most // piece))
-    parts = torch.empty(n_runs * n_pieces, n_queries, n_heads, dim, dtype=torch.float32, device=q.device)
+    together = max(1, min(MOST_RUNS, n_rows * n_runs // ENOUGH)) if n_pieces == 1 else 1  # runs of a piece
+    grid, vectors = (-(-n_runs // together) * n_pieces, n_rows), (heads(q), heads(k), heads(v))
+    parts = torch.empty(grid[0], n_queries, n_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
-    kernel, options = _kernel_of(q.dtype, dim, rows, rep)
-    grid, vectors = (n_runs * n_pieces, n_heads // rows * n_queries), (heads(q), heads(k), heads(v))
-    runs, sizes = (first, count, turn, cos, sin), (n_runs, n_pieces, piece, n_heads, n_queries, cos.shape[1])
-    share = n_heads // n_choosers  # query heads that see the same runs
+    kernel, options = _kernel_of(q.dtype, dim, rows, rep, most)
+    sizes = n_runs, n_pieces, piece, n_heads, n_queries, cos.shape[1], together
     launch(kernel, grid, *vectors, runs, parts, lses, sizes, score_scale(dim), SHARE=share, **options)
     out, lse = merging.merge_pieces(parts, lses, q.dtype)
     return out.transpose(0, 1), lse.mT
 
 
-def _kernel_of(dtype: torch.dtype, dim: int, rows: int, rep: int) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel for programs of `rows` query heads, and its constants.
-
-    `tools/compile_cuda.py` prints the registers and the shared memory that these constants cost.
-    """
+def _kernel_of(dtype: torch.dtype, dim: int, rows: int, rep: int, most: int) -> tuple[Any, dict[str, Any]]:
+    """Return the kernel for `rows` query heads and runs of up to `most` tokens, and its constants."""
+    longest = max(16, triton.next_power_of_2(most))
     if rows == 1:  # a thread holds 32 numbers each of the keys, the values and the sums
-        blocks = Blocks(dim, 1, max(8, 4096 // max(16, triton.next_power_of_2(dim))), "ieee")
-        return _one_row, {"REP": rep, "B": blocks, "num_warps": 4}
-    blocks = Blocks(dim, max(16, triton.next_power_of_2(rows)), 64 if dim <= 128 and dtype.itemsize < 4 else 32, "ieee")
+        keys = min(longest, max(8, 4096 // max(16, triton.next_power_of_2(dim))))
+        return _one_row, {"REP": rep, "B": Blocks(dim, 1, keys, "ieee"), "num_warps": 4}
+    keys = min(longest, 64 if dim <= 128 and dtype.itemsize < 4 else 32)
+    blocks = Blocks(dim, max(16, triton.next_power_of_2(rows)), keys, "ieee")
     return _rows_together, {"ROWS": rows, "B": blocks, "num_warps": 4, "num_stages": 3}
 
 
@@ -82,13 +82,13 @@ def _piece(most: int, n_runs: int) -> int:
 
 
 @triton.jit
-def _run_of(runs, sizes, chooser, query):
-    """Return a program's run number, its piece's bounds within the run, and the index of the piece's first token."""
-    n_runs, n_pieces, piece, _, n_queries, _ = sizes
-    run, begin = tl.program_id(0) // n_pieces, tl.program_id(0) % n_pieces * piece
+def _run_of(runs, sizes, chooser, query, number):
+    """Return a run of a program's piece, the piece's bounds within the run, and the index of its first token there."""
+    n_runs, n_pieces, piece, _, n_queries, _, together = sizes
+    run, begin = tl.program_id(0) // n_pieces * together + number, tl.program_id(0) % n_pieces * piece
     here = (chooser * n_queries + query) * n_runs + run
-    stop = tl.minimum(tl.load(runs[1] + here), begin + piece).to(tl.int32)
-    return run, begin, stop, tl.load(runs[0] + here) + begin
+    stop = tl.minimum(tl.load(runs[1] + here, mask=run < n_runs, other=0), begin + piece).to(tl.int32)
+    return tl.minimum(run, n_runs - 1), begin, stop, tl.load(runs[0] + here, mask=run < n_runs, other=0) + begin
 
 
 @triton.jit
@@ -109,33 +109,34 @@ def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: co
     key i of each block of `B.keys` keys changes state i. All states are merged at the end.
     """
     part, head, query = tl.program_id(0), tl.program_id(1) // sizes[4], tl.program_id(1) % sizes[4]
-    run, begin, stop, token = _run_of(runs, sizes, head // SHARE, query)
     half, n, column = B.dim // 2, tl.arange(0, B.keys), tl.arange(0, B.wide)
     pair, angle = tl.where(column < half, column + half, column - half), tl.where(column < half, column, column - half)
     held = column < B.dim
-    turn_at = (query * sizes[5] + tl.load(runs[2] + run)) * half + angle
     q_at = q.at + head.to(tl.int64) * q.head + query.to(tl.int64) * q.row
     own = tl.load(q_at + column, mask=held, other=0.0).to(tl.float32)
     other = tl.load(q_at + pair, mask=held, other=0.0).to(tl.float32)
-    c = tl.load(runs[3] + turn_at, mask=held, other=0.0).to(tl.float32)
-    s = tl.load(runs[4] + turn_at, mask=held, other=0.0).to(tl.float32)
-    turned = (own * c + tl.where(column < half, -other, other) * s) * scale
-    k_at, k_row = _rows_at(k, q, query, head // REP, token, B)
-    v_at, v_row = _rows_at(v, q, query, head // REP, token, B)
     top, total, sums = nothing_seen(B.keys, B.wide)
-    for start in range(begin, stop, B.keys):
-        inside = start + n < stop
-        mask = inside[:, None] & held[None, :]
-        keys = tl.load(k_at + n[:, None] * k_row + column[None, :], mask=mask, other=0.0)
-        values = tl.load(v_at + n[:, None] * v_row + column[None, :], mask=mask, other=0.0)
-        scores = tl.where(inside, tl.sum(keys.to(tl.float32) * turned[None, :], 1), float("-inf"))
-        higher = tl.maximum(top, scores)
-        weights, shrink = tl.exp2(scores - higher), tl.exp2(top - higher)
-        total = total * shrink + weights
-        sums = sums * shrink[:, None] + weights[:, None] * values.to(tl.float32)
-        top = higher
-        k_at += B.keys * k_row
-        v_at += B.keys * v_row
+    for number in range(sizes[6]):
+        run, begin, stop, token = _run_of(runs, sizes, head // SHARE, query, number)
+        turn_at = (query * sizes[5] + tl.load(runs[2] + run)) * half + angle
+        c = tl.load(runs[3] + turn_at, mask=held, other=0.0).to(tl.float32)
+        s = tl.load(runs[4] + turn_at, mask=held, other=0.0).to(tl.float32)
+        turned = (own * c + tl.where(column < half, -other, other) * s) * scale
+        k_at, k_row = _rows_at(k, q, query, head // REP, token, B)
+        v_at, v_row = _rows_at(v, q, query, head // REP, token, B)
+        for start in range(begin, stop, B.keys):
+            inside = start + n < stop
+            mask = inside[:, None] & held[None, :]
+            keys = tl.load(k_at + n[:, None] * k_row + column[None, :], mask=mask, other=0.0)
+            values = tl.load(v_at + n[:, None] * v_row + column[None, :], mask=mask, other=0.0)
+            scores = tl.where(inside, tl.sum(keys.to(tl.float32) * turned[None, :], 1), float("-inf"))
+            higher = tl.maximum(top, scores)
+            weights, shrink = tl.exp2(scores - higher), tl.exp2(top - higher)
+            total = total * shrink + weights
+            sums = sums * shrink[:, None] + weights[:, None] * values.to(tl.float32)
+            top = higher
+            k_at += B.keys * k_row
+            v_at += B.keys * v_row
     highest = tl.max(top, 0)
     shrink = tl.exp2(top - highest)
     whole = tl.sum(total * shrink, 0)
@@ -151,15 +152,15 @@ def _one_row(q, k, v, runs, parts, lses, sizes, scale, REP: constexpr, SHARE: co
 def _rows_together(q, k, v, runs, parts, lses, sizes, scale, SHARE: constexpr, ROWS: constexpr, B: constexpr):
     """Compute attention of a KV head's ROWS query heads to a piece; the heads are the rows of a matrix product."""
     part, group, query = tl.program_id(0), tl.program_id(1) // sizes[4], tl.program_id(1) % sizes[4]
-    run, begin, stop, token = _run_of(runs, sizes, group * ROWS // SHARE, query)
-    row, column = tl.arange(0, B.rows), tl.arange(0, B.wide)
+    row, column, state = tl.arange(0, B.rows), tl.arange(0, B.wide), nothing_seen(B.rows, B.wide)
     head, held = group * ROWS + row, row < ROWS
-    turn_at = (query * sizes[5] + tl.load(runs[2] + run)) * (B.dim // 2) + row * 0
     q_at = head.to(tl.int64) * q.head + query.to(tl.int64) * q.row
-    halves = load_turned(q.at, q_at, held, (runs[3], runs[4]), turn_at, B)
-    keys, values = _rows_at(k, q, query, group, token, B), _rows_at(v, q, query, group, token, B)
-    state, span = nothing_seen(B.rows, B.wide), (row * 0, row * 0 + stop)
-    state = attend_keys(halves, keys, values, (begin, stop), span, state, scale, B, True)
+    for number in range(sizes[6]):
+        run, begin, stop, token = _run_of(runs, sizes, group * ROWS // SHARE, query, number)
+        turn_at = (query * sizes[5] + tl.load(runs[2] + run)) * (B.dim // 2) + row * 0
+        halves = load_turned(q.at, q_at, held, (runs[3], runs[4]), turn_at, B)
+        keys, values = _rows_at(k, q, query, group, token, B), _rows_at(v, q, query, group, token, B)
+        state = attend_keys(halves, keys, values, (begin, stop), (row * 0, row * 0 + stop), state, scale, B, True)
     out, lse = finish(state)
     at = (part.to(tl.int64) * sizes[4] + query) * sizes[3] + head
     seen = (held & (state[1] != 0.0))[:, None] & (column < B.dim)[None, :]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from lce.kernels.routed import decoding_triton
 from lce.kernels.routed.decoding_triton import attend_runs
 from tests.attention.truth import turned
 from tests.kernels.truth import MOST, ON_GPU, lane_rows, on_device, random
@@ -26,8 +27,15 @@ LANES = [None, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5, 8
 
 @pytest.mark.parametrize("n_lanes", LANES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_runs(case: tuple[int, int, int, int, int, int, torch.dtype], n_lanes: int | None) -> None:
+@pytest.mark.parametrize("enough", [decoding_triton.ENOUGH, 2])
+def test_runs(
+    enough: int,
+    case: tuple[int, int, int, int, int, int, torch.dtype],
+    n_lanes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Keys lie in a slice of a buffer that is NaN behind the runs; the first run is empty and begins anywhere."""
+    monkeypatch.setattr(decoding_triton, "ENOUGH", enough)  # with few programs, runs share one
     n_heads, n_kv_heads, n_choosers, n_runs, dim, most, dtype = case
     numbers, apart, n = torch.Generator().manual_seed(6), most + 3, n_lanes or 1
     q = random(n_heads, n, dim, dtype=dtype, seed=1)
