@@ -3,6 +3,7 @@
 On a CPU the tape does the work again, and the kernels that read several contexts run in Triton's interpreter.
 """
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,10 +70,16 @@ def step(engine: lce.Engine, contexts: Sequence[lce.Context], token_id: int = 7)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lanes_answer_as_alone_and_keep_the_same(name: str, tiny_model: Path) -> None:
-    """Three lanes, then five, of other lengths; then two of them, and one alone: chunks are completed on the way."""
+    """Three lanes, then five, of other lengths; then two that went back, one a fork; and one: chunks are completed."""
     plain, engine = lce.load(tiny_model, MORE[name], block=32), loaded(tiny_model, MORE[name])
     truth, contexts = ([each.prefill(prompt, length=200) for prompt in PROMPTS] for each in (plain, engine))
     for i, there in enumerate([slice(3)] * 4 + [slice(5)] * 4 + [slice(1, 3)] * 2 + [slice(1, 2)]):
+        if i == 8:
+            contexts[1] = contexts[1].fork()
+            for each, context in itertools.product((plain, engine), range(1, 3)):
+                other = (truth if each is plain else contexts)[context]
+                other.truncate(len(other) - 3)
+                each.prefill([77, 78], context=other)
         lanes = step(engine, contexts[there], 11 + i)
         for own, lane in zip(truth[there], lanes, strict=True):
             (alone,) = step(plain, [own], 11 + i)
