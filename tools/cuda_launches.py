@@ -153,7 +153,7 @@ def _layer(dtype: torch.dtype, dim: int, n: int) -> None:
         elementwise.append(k, k, into, into, place, cos, cos)
         elementwise.append(k, k, into, into, place, None, None)
     for first in (None, own):
-        rows.take(first, 32)
+        elementwise.take_lanes(rows, first, 32)
     elementwise.take_rows(buffer, buffer, torch.zeros(64, dtype=torch.int64))
 
 

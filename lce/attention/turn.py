@@ -7,7 +7,6 @@ from torch import Tensor
 
 from lce import gpu
 from lce.kernels.elementwise import elementwise
-from lce.kernels.runtime.launching import Rows
 
 
 class Turn(NamedTuple):
@@ -50,14 +49,11 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     return torch.cat((left, right), dim=-1).to(x.dtype)
 
 
-def append(k: Tensor, v: Tensor, into_k: Rows, into_v: Rows, at: int | Tensor, turn: Turn | None = None) -> None:
+def append(k: Tensor, v: Tensor, into_k: Tensor, into_v: Tensor, at: int | Tensor, turn: Turn | None = None) -> None:
     """Write `k v [G, T, D]` to rows `at..at+T-1` of `into_k into_v [G, n, D]`; `turn [T, D/2]`, if given, rotates k.
 
-    `at` may be one int64 on the device, for a CUDA graph of all positions, or `[T]`: a row of each of T contexts.
+    `at` may be one int64 on the device, so that one CUDA graph of a step serves all positions.
     """
-    if not isinstance(into_k, Tensor) or not isinstance(into_v, Tensor):
-        gpu.elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))
-        return
     alike = k.dtype is into_k.dtype is v.dtype
     if alike and (turn is None or turn.cos.dtype is k.dtype) and not isinstance(at, Tensor) and elementwise.runs_on(k):
         elementwise.append(k, v, into_k, into_v, at, *(turn or (None, None)))

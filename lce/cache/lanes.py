@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lce import gpu
-from lce.attention import Turn, append
+from lce.attention import Turn
 from lce.cache.kv import KVCache
 from lce.cache.layout import CacheLayout
 from lce.cache.method_state import MethodState, OpenChunk, RecentRows
@@ -33,7 +33,7 @@ class StateRows(LaneRows):
 
     def write_on_device(self, rows: Tensor, at: Tensor) -> None:
         """Write a row of each context, `rows [heads, B, …]`, at index `at [B]`; below 0: none. One launch."""
-        append(rows.flatten(2), rows.flatten(2), self, self, at)
+        gpu.elementwise.append(rows.flatten(2), rows.flatten(2), self, self, at, None, None)
 
     def take(self, first: Tensor | None, n: int) -> Tensor:
         """Return copies `[heads, B, n, …]` of rows `first[b]..first[b] + n - 1`, `first [B]`; None: from row 0 on."""
@@ -68,7 +68,7 @@ class LaneLayer:
 
     def write(self, k: Tensor, v: Tensor, turn: Turn | None, at: Tensor) -> None:
         """Write the key and the value of a token of each context, `[G, B, D]`, at index `at [B]`. One launch."""
-        append(k, v, *self.whole, at, turn)
+        gpu.elementwise.append(k, v, *self.whole, at, *(turn or (None, None)))
 
 
 class LaneTable:
