@@ -215,14 +215,15 @@ def decode(
 def plain_runs(c: Selection, q: Tensor, cache: LayerCache, step: DeviceStep, own: bool) -> tuple[Tensor, Tensor] | None:
     """Choose chunks with a GPU kernel, and return them as `runs_of_chunks` does; None: no kernel can choose."""
     plain = c.selector.plain if isinstance(c.selector, SummarySelector) and not c.one_layer else None
-    if plain is None or c.n_near:
+    if plain is None or (c.n_near and own):
         return None
     summary = cache.kept(Summaries, SUMMARIES).allocated(step.bound // c.size)
     scored, *others = c.placement.scored(q, step, c)
     if others:
         return None
     options: dict[str, Any] = {"choosers": c.n_choosers(len(q), step.n_kv_heads), "least": plain == "worst", "own": own}
-    return best_runs(scored, summary, step.at, c.size, c.n_choices, n_first=c.n_first, n_last=c.n_last, **options)
+    at = step.once("end of candidates", lambda: step.at - c.n_near * c.size) if c.n_near else step.at
+    return best_runs(scored, summary, at, c.size, c.n_choices, n_first=c.n_first, n_last=c.n_last, **options)
 
 
 def cost(c: Selection, block: QueryBlock) -> Cost:

@@ -15,7 +15,7 @@ from lce.errors import UsageError
 from lce.kernels.runtime import launching
 from lce.methods import Budget, Driver, LongHeads, Pages, Quest, Rope, RopeConfig, SelectiveMethod, choosing, make
 from lce.methods.choosing import plain_runs
-from lce.methods.placement import TruePositions
+from lce.methods.placement import ConstantDistance, TruePositions
 from lce.methods.selective import ChunkMethod
 from lce.methods.selectors import MeanKey
 from lce.methods.step import DeviceStep, Step
@@ -149,8 +149,9 @@ PLAIN: dict[str, ChunkMethod] = {
     "layer": LongHeads(chunk_size=SIZE, chunks=5, share="layer", keep_first=False, placement="constant"),
     "quest": Quest(page=SIZE, budget=5 * SIZE, dense_layers=0),
     "pages": Pages(MeanKey(), TruePositions(), SIZE, Budget(5 * SIZE, sinks=0), share="group"),
+    "near": Pages(MeanKey(), ConstantDistance(), SIZE, Budget(6 * SIZE, local=2 * SIZE)),
 }
-EVERY_DAY = ("group",)
+EVERY_DAY = ("group", "near")
 
 
 @pytest.mark.parametrize(
@@ -171,13 +172,13 @@ def test_plain_choices_become_runs_as_any_choices_do(name: str, gpus: Gpus, monk
             at.fill_(index)
             step = DeviceStep(at, 63, rope=rope, attention=attention, window=WINDOW, n_kv_heads=len(k))
             query = q[:, index : index + 1]
-            for own in (False, True):
+            for own in (False,) if method.selection.n_near else (False, True):
                 plain = plain_runs(method.selection, query, layer, step, own)
                 chosen = method.choose(query, layer, step)
                 first, count = runs_of_chunks(chosen, method.selection.size, at if own else None, query)
                 assert (plain[0] * (plain[1] > 0)).tolist() == (first * (count > 0)).tolist(), index
                 assert plain[1].tolist() == count.tolist(), index
-                assert (count > 0).any()
+                assert (count > 0).any() == (index // SIZE > method.selection.n_near)
 
 
 class Own(LongHeads):
