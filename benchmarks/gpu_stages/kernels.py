@@ -98,7 +98,8 @@ def decode(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
             all_of = runs_of([Span(zero, zero + length, length, still(setup, 1, dim // 2))])
             ids = torch.rand(n_heads, length // chunk, device=setup.device).topk(CHUNKS, dim=1).indices
             slots = torch.arange(CHUNKS, device=setup.device)
-            some = Runs(ids * chunk, torch.full_like(ids, chunk), slots, still(setup, CHUNKS, dim // 2), chunk)
+            first = (ids * chunk)[:, None]
+            some = Runs(first, torch.full_like(first, chunk), slots, still(setup, 1, CHUNKS, dim // 2), chunk)
 
             def over(runs: Runs, q: Tensor = q, k: list[Tensor] = keys, v: list[Tensor] = values) -> Any:
                 return lambda i: lambda: ours.decode(q, k[i], v[i], runs)
